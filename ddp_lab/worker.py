@@ -1,0 +1,172 @@
+"""What each spawned process runs: prepare the process, call the function, report, end.
+
+Everything here runs in the rank. Messages to the notebook are pickled (tag, payload) pairs on the rank's own pipe:
+a shared queue would let one killed rank take the lock that all others need.
+"""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_lab import events, transport
+
+SEND_EVERY_SECONDS = 0.05
+MAX_WAITING_EVENTS = 20_000  # about 10 MB: when the notebook is slower than the rank, old metrics go first
+NEVER = timedelta(days=7)
+
+
+def main(_spawn_index: int, rank: int, connection, output) -> None:
+    """Run one rank. `connection` carries the job in and messages out, `output` takes what the rank prints."""
+    os.setpgid(0, 0)  # a group of its own: Jupyter interrupts the kernel's whole group
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # torch sends it when the kernel dies; _listen ends us better
+    reporter = Reporter(connection)
+    try:
+        _capture_output(output)
+        job = pickle.loads(connection.recv_bytes())
+        threading.Thread(target=_listen, args=(connection, reporter), daemon=True).start()
+        _prepare(job)
+        os.register_at_fork(after_in_child=connection.close)  # or a DataLoader worker would hold the pipe open
+        events.set_sink(reporter.event)
+        reporter.event("running", {})
+        fn, args, kwargs = pickle.loads(job["call"])
+        result = fn(rank, job["world_size"], *args, **kwargs)
+        reporter.close("done", transport.pack_result(rank, result))
+    except BaseException as error:  # sys.exit and KeyboardInterrupt too: only "done" is success
+        with contextlib.suppress(OSError):
+            reporter.close("error", describe(error))
+        _end(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
+    _end(0)
+
+
+class Reporter:
+    """Send events in batches from a thread of its own: training never waits for the notebook, errors never get lost."""
+
+    def __init__(self, connection):
+        self.connection = connection
+        self.waiting: deque[tuple[float, str, dict[str, Any]]] = deque(maxlen=MAX_WAITING_EVENTS)
+        self.sending = threading.Lock()
+        threading.Thread(target=self._send_regularly, daemon=True).start()
+
+    def event(self, kind: str, data: dict[str, Any]) -> None:
+        self.waiting.append((time.time(), kind, data))
+
+    def message(self, tag: str, payload: Any) -> None:
+        with self.sending:
+            self.connection.send_bytes(pickle.dumps((tag, payload)))
+
+    def close(self, tag: str, payload: Any) -> None:
+        """Send the last word of this rank, after every event."""
+        self._send_waiting()
+        self.message(tag, (time.time(), payload))
+
+    def _send_waiting(self) -> None:
+        with self.sending:
+            batch = []
+            for _ in range(len(self.waiting)):
+                when, kind, data = self.waiting.popleft()
+                batch.append((when, kind, events.plain(data)))
+            if batch:
+                self.connection.send_bytes(pickle.dumps(("events", batch)))
+
+    def _send_regularly(self) -> None:
+        while True:
+            time.sleep(SEND_EVERY_SECONDS)
+            try:
+                self._send_waiting()
+            except OSError:
+                return  # the notebook is gone, and so is this rank in a moment
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """Return an error as plain values: type, message, the frames of the learner's code, and what caused it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return {
+        "type": type(error).__qualname__,
+        "message": _message(error),
+        "code": error.code if isinstance(error, SystemExit) else None,
+        "frames": _own_frames(frames),
+        "cause": describe(cause) if cause is not None and cause is not error else None,
+    }
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "(its message can't be shown)"
+
+
+def _own_frames(frames: traceback.StackSummary) -> list[tuple[str, int, str, str]]:
+    """Leave out the frames that lead to the learner's function, and all of them when the lab itself refused."""
+    ours = [place for place, frame in enumerate(frames) if frame.filename in (__file__, transport.__file__)]
+    return [(f.filename, f.lineno or 0, f.name, f.line or "") for f in list(frames)[ours[-1] + 1 if ours else 0 :]]
+
+
+def _listen(connection, reporter: Reporter) -> None:
+    """Answer "where are you?", and end this rank when the notebook's process has ended.
+
+    A thread of its own, because the main thread may be blocked in a collective, where no signal handler runs.
+    """
+    kernel = multiprocessing.parent_process().sentinel
+    try:
+        while connection in multiprocessing.connection.wait([connection, kernel]):
+            connection.recv_bytes()  # there is only one question
+            reporter.message("where", _where())
+    except (EOFError, OSError):
+        pass  # the notebook closed its end
+    os.killpg(0, signal.SIGKILL)  # this rank and what it started, such as DataLoader workers
+
+
+def _where() -> list[tuple[str, int, str, str]]:
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    return _own_frames(traceback.extract_stack(frame))
+
+
+def _capture_output(output) -> None:
+    """Send file descriptors 1 and 2 to the notebook, so that C++ output and a crash's last words are seen as well."""
+    sys.stdout.flush()
+    for descriptor in (1, 2):
+        os.dup2(output.fileno(), descriptor)
+    output.close()
+    # New streams, since the old ones may believe that they write to a file or a terminal.
+    sys.stdout = sys.__stdout__ = open(1, "w", 1, "utf-8", "backslashreplace", closefd=False)
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
+    faulthandler.enable(all_threads=False)
+
+
+def _prepare(job: dict[str, Any]) -> None:
+    """Make this process what `torchrun` would have made it, whatever the state of the server that forked it."""
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    transport.add_sources(job["sources"])
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # a forked process would repeat its server's stream
+    timeout = NEVER if job["timeout"] is None else timedelta(seconds=job["timeout"])
+    # What init_process_group takes when its caller gives no timeout; PyTorch has no other way to set it.
+    dist.distributed_c10d.default_pg_timeout = timeout
+    dist.distributed_c10d.default_pg_nccl_timeout = timeout
+
+
+def _end(code: int) -> None:
+    """End without the interpreter's shutdown: C++ threads of a process group abort in it now and then."""
+    for child in multiprocessing.active_children():
+        child.terminate()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
