@@ -11,7 +11,7 @@ _HOME = {
     "ConvNet": "models",
     "Event": "events",
     "EventLog": "events",
-    "LaunchError": "diagnosis",
+    "Interrupted": "diagnosis",
     "RankError": "diagnosis",
     "Run": "launcher",
     "SimpleNet": "models",

@@ -11,7 +11,7 @@ def choose_backend(world_size: int, requested: str = "auto") -> tuple[str, str]:
     Source: https://docs.pytorch.org/docs/stable/distributed.html#which-backend-to-use
     """
     gpus = torch.cuda.device_count()
-    have = f"this machine has {gpus} GPU{'' if gpus == 1 else 's'} for {world_size} rank{'' if world_size == 1 else 's'}"
+    have = f"this machine has {_count(gpus, 'GPU')} for {_count(world_size, 'rank')}"
     nccl = dist.is_nccl_available()
     if requested == "auto":
         if nccl and gpus >= world_size:
@@ -26,6 +26,10 @@ def choose_backend(world_size: int, requested: str = "auto") -> tuple[str, str]:
     if requested == "gloo" and not dist.is_gloo_available():
         raise ValueError("backend='gloo' needs a PyTorch built with gloo, and this one is not: install it again")
     return requested, "as requested"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def device_for(local_rank: int, backend: str) -> torch.device:

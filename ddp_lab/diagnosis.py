@@ -7,7 +7,7 @@ connection or a timeout only when nothing else explains it.
 
 import re
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Frame = tuple[str, int, str, str]  # file, line, function, source
@@ -29,7 +29,10 @@ SIGNAL_MEANS = {
     ),
     "SIGSEGV": ("a crash in compiled code", "check what that line passes to compiled code"),
     "SIGABRT": ("compiled code gave up", "its last printed lines say why"),
-    "SIGBUS": ("most likely because shared memory (/dev/shm) ran out", "use num_workers=0 in its DataLoader, or enlarge /dev/shm"),
+    "SIGBUS": (
+        "most likely because shared memory (/dev/shm) ran out",
+        "use num_workers=0 in its DataLoader, or enlarge /dev/shm",
+    ),
     "SIGTERM": ("sent by something outside the lab", "look for the program that sends SIGTERM"),
 }
 
@@ -91,9 +94,10 @@ class Interrupted(KeyboardInterrupt):
     """The learner pressed Stop. `run` holds what there is."""
 
     run: Any = None
+    details: list[str] = []  # noqa: RUF012 (replaced, never changed)
 
     def _render_traceback_(self) -> list[str]:
-        return [f"{type(self).__name__}: {self}"]
+        return [f"{type(self).__name__}: {self}", *self.details]
 
 
 def diagnose(reports: list[RankReport], timeout: float | None, cells: dict[str, str] | None = None) -> Verdict | None:
@@ -105,13 +109,19 @@ def diagnose(reports: list[RankReport], timeout: float | None, cells: dict[str, 
     if not failed:
         return None
     names = cells or {}
-    details = [line for report in reports for line in _detail(report, names)]
+    return replace(_verdict(failed, reports, timeout, names), details=details(reports, names))
+
+
+def _verdict(
+    failed: list[RankReport], reports: list[RankReport], timeout: float | None, names: dict[str, str]
+) -> Verdict:
     own = [r for r in failed if not is_victim(r)]
     if own:
-        return _blame(own[0], names, details)
-    if any(TIMED_OUT.search(r.error["message"]) for r in failed):
-        return _hang(failed[0], reports, timeout, names, details)
-    return _left_alone(failed[0], reports, names, details)
+        return _blame(own[0], names)
+    timed_out = [r for r in failed if TIMED_OUT.search(r.error["message"])]
+    if timed_out:
+        return _hang(min(timed_out, key=lambda r: r.rank), reports, timeout, names)
+    return _left_alone(min(failed, key=lambda r: r.rank), reports, names)
 
 
 def is_victim(report: RankReport) -> bool:
@@ -123,33 +133,33 @@ def is_victim(report: RankReport) -> bool:
     return from_torch and bool(LOST_CONNECTION.search(message) or TIMED_OUT.search(message))
 
 
-def _blame(report: RankReport, names: dict[str, str], details: list[str]) -> Verdict:
+def _blame(report: RankReport, names: dict[str, str]) -> Verdict:
     rank, error = report.rank, report.error
     if error is None:
-        return _death(report, names, details)
+        return _death(report, names)
     place = _place(error["frames"], names)
     if not error["frames"] and ": " in error["message"]:  # the lab refused, and said why and what to do
-        return Verdict("result", rank, *error["message"].rsplit(": ", 1), details)
+        return Verdict("result", rank, *error["message"].rsplit(": ", 1))
     if error["type"] == "SystemExit":
         why = f"Rank {rank} left with sys.exit({error['code']}){place} before its function returned"
-        return Verdict("exit", rank, why, "return from the function instead of leaving the process", details)
+        return Verdict("exit", rank, why, "return from the function instead of leaving the process")
     message = error["message"].strip().splitlines()
     said = f"{error['type']}: {message[0]}" if message else error["type"]
-    return Verdict("error", rank, f"Rank {rank} failed{place} with {said.rstrip('.')}", TRACE_CURE, details)
+    return Verdict("error", rank, f"Rank {rank} failed{place} with {said.rstrip('.')}", TRACE_CURE)
 
 
-def _death(report: RankReport, names: dict[str, str], details: list[str]) -> Verdict:
+def _death(report: RankReport, names: dict[str, str]) -> Verdict:
     code = report.exit_code
     if code is None or code >= 0:
         why = f"Rank {report.rank} ended with exit code {code} and said nothing, as after os._exit({code})"
-        return Verdict("death", report.rank, why, "return from the function instead of ending the process", details)
+        return Verdict("death", report.rank, why, "return from the function instead of ending the process")
     try:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
     means, cure = SIGNAL_MEANS.get(name, ("sent from outside", "look at its last printed lines"))
     place = _place(_last_frames(report.printed), names)
-    return Verdict("death", report.rank, f"Rank {report.rank} died of {name}{place}, {means}", cure, details)
+    return Verdict("death", report.rank, f"Rank {report.rank} died of {name}{place}, {means}", cure)
 
 
 def without_fault_dump(printed: str) -> str:
@@ -165,24 +175,26 @@ def _last_frames(printed: str) -> list[Frame]:
     return frames[ours[-1] + 1 if ours else 0 :]
 
 
-def _hang(
-    waiting: RankReport, reports: list[RankReport], timeout: float | None, names: dict[str, str], details: list[str]
-) -> Verdict:
+def _hang(waiting: RankReport, reports: list[RankReport], timeout: float | None, names: dict[str, str]) -> Verdict:
     """The rank that waited is innocent: name the rank that never came."""
     frames = waiting.error["frames"]
     waited = f"Rank {waiting.rank} waited {_seconds(waiting, timeout)} in {collective(frames)}{_place(frames, names)}"
     absent = next((r for r in reports if r.done), None)
     if absent:
         why = f"{waited} for rank {absent.rank}, which had already returned"
-        return Verdict("hang", absent.rank, why, "let every rank make the same collective calls", details)
+        return Verdict("hang", absent.rank, why, "let every rank make the same collective calls")
     others = [r for r in reports if r is not waiting]
     apart = next((r for r in others if collective(_frames(r)) == "its own code"), None)
     if apart:
         why = f"{waited} for rank {apart.rank}, which was{_place(_frames(apart), names) or ' elsewhere'}"
-        return Verdict("hang", apart.rank, why, "let that rank reach the same call, or raise launch's timeout", details)
+        return Verdict("hang", apart.rank, why, "let that rank reach the same call, or raise launch's timeout")
     other = next((r for r in others if _frames(r)), None)
-    where = f", while rank {other.rank} was in {collective(_frames(other))}{_place(_frames(other), names)}" if other else ""
-    return Verdict("hang", waiting.rank, waited + where, "let every rank make the same calls in the same order", details)
+    where = (
+        f", while rank {other.rank} was in {collective(_frames(other))}{_place(_frames(other), names)}" if other else ""
+    )
+    return Verdict(
+        "hang", waiting.rank, waited + where, "let every rank make the same calls in the same order", details
+    )
 
 
 def _seconds(waiting: RankReport, timeout: float | None) -> str:
@@ -192,15 +204,15 @@ def _seconds(waiting: RankReport, timeout: float | None) -> str:
     return f"{seconds:g} s" if seconds else "too long"
 
 
-def _left_alone(victim: RankReport, reports: list[RankReport], names: dict[str, str], details: list[str]) -> Verdict:
+def _left_alone(victim: RankReport, reports: list[RankReport], names: dict[str, str]) -> Verdict:
     """Only lost connections: a rank went on to a collective that another rank, already done, never called."""
     frames = victim.error["frames"]
     waited = f"Rank {victim.rank} lost its connection in {collective(frames)}{_place(frames, names)}"
     absent = next((r for r in reports if r.done), None)
     if absent is None:
-        return Verdict("error", victim.rank, waited, "see what each rank was doing, below", details)
+        return Verdict("error", victim.rank, waited, "see what each rank was doing, below")
     why = f"{waited}, because rank {absent.rank} had already returned without that call"
-    return Verdict("mismatch", absent.rank, why, "let every rank make the same collective calls", details)
+    return Verdict("mismatch", absent.rank, why, "let every rank make the same collective calls")
 
 
 def _frames(report: RankReport) -> list[Frame]:
@@ -239,6 +251,11 @@ def _short(file: str, names: dict[str, str]) -> str:
     return names.get(file) or "/".join(re.split(r"[/\\]", file)[-2:])
 
 
+def details(reports: list[RankReport], names: dict[str, str]) -> list[str]:
+    """What each rank did, line by line."""
+    return [line for report in reports for line in _detail(report, names)]
+
+
 def _detail(report: RankReport, names: dict[str, str]) -> list[str]:
     """Lines on one rank for whoever wants to know more."""
     if report.error and is_victim(report):
@@ -253,7 +270,7 @@ def _detail(report: RankReport, names: dict[str, str]) -> list[str]:
         last = without_fault_dump(report.printed).strip().splitlines()[-8:]
         return [f"Rank {report.rank}: exit code {report.exit_code}", *(f"    {line}" for line in last)]
     frames = _trace_lines(report.where, names) if report.where else []
-    return [f"Rank {report.rank}: ended by the lab, as the run could not go on", *frames]
+    return [f"Rank {report.rank}: ended by the lab{', when it was here' if frames else ''}", *frames]
 
 
 def _consequence(report: RankReport) -> str:
@@ -263,7 +280,9 @@ def _consequence(report: RankReport) -> str:
 
 
 def _error_lines(error: dict[str, Any], names: dict[str, str]) -> list[str]:
-    cause = [f"    caused by {line.lstrip()}" for line in _error_lines(error["cause"], names)[:1]] if error["cause"] else []
+    cause = (
+        [f"    caused by {line.lstrip()}" for line in _error_lines(error["cause"], names)[:1]] if error["cause"] else []
+    )
     head = f"{error['type']}: {error['message']}" if error["message"] else error["type"]
     return [head, *_trace_lines(error["frames"], names), *cause]
 

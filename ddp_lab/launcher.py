@@ -23,6 +23,7 @@ __all__ = ["Run", "fast_start", "launch"]
 TICK_SECONDS = 0.1
 GRACE_SECONDS = 0.5  # after a failure: long enough for the other ranks to say what they met
 LONG_GRACE_SECONDS = 1.2  # when only victims have spoken so far
+STACK_SECONDS = 0.5  # a rank that has not finished importing can't answer
 BYTES_PER_RANK = 300 << 20
 SHOWN_LINES = 400
 
@@ -88,7 +89,11 @@ def launch(
     ranks: list[Rank] = []
     try:
         with processes.running(world_size, call, timeout) as ranks:
-            _watch(ranks, run.log, display)
+            try:
+                _watch(ranks, run.log, display)
+            except KeyboardInterrupt:
+                _ask_where(ranks, wait=True)
+                raise
     except KeyboardInterrupt as interrupt:
         raise _interrupted(run, ranks) from interrupt
     else:
@@ -107,11 +112,15 @@ def launch(
 def check_call(fn, args: tuple, kwargs: dict[str, Any], world_size: Any, timeout: Any) -> int:
     """Return world_size as an int. Raises TypeError or ValueError for a call that can't work, naming the culprit."""
     if not callable(fn):
-        raise TypeError(f"launch needs a function, and got a {type(fn).__name__}: write launch(train), not launch(train())")
+        raise TypeError(
+            f"launch needs a function, and got a {type(fn).__name__}: write launch(train), not launch(train())"
+        )
     try:
         world_size = operator.index(world_size)
     except TypeError:
-        raise TypeError(f"world_size={world_size!r} is not a whole number: give the number of ranks, such as 2") from None
+        raise TypeError(
+            f"world_size={world_size!r} is not a whole number: give the number of ranks, such as 2"
+        ) from None
     if world_size < 1:
         raise ValueError(f"world_size={world_size} starts no rank: use 1 or more")
     total = psutil.virtual_memory().total
@@ -142,7 +151,9 @@ def _check_signature(fn, args: tuple, kwargs: dict[str, Any], world_size: int) -
             "let its first two parameters take rank and world_size"
         ) from None
     if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
-        raise TypeError(f"{name} is a generator or async function, whose body a plain call does not run: use a plain def")
+        raise TypeError(
+            f"{name} is a generator or async function, whose body a plain call does not run: use a plain def"
+        )
     backend = bound.arguments.get("backend")
     if isinstance(backend, str):
         choose_backend(world_size, backend)
@@ -199,10 +210,14 @@ def _hear(ranks: list[Rank], seconds: float = TICK_SECONDS) -> None:
             sources[source]()
 
 
-def _ask_where(ranks: list[Rank]) -> None:
-    for rank in ranks:
-        if not rank.gone and rank.ended is None:
-            rank.ask_where()
+def _ask_where(ranks: list[Rank], wait: bool = False) -> None:
+    """Ask the ranks that still run for their Python stacks."""
+    asked = [rank for rank in ranks if not rank.gone and rank.ended is None]
+    for rank in asked:
+        rank.ask_where()
+    deadline = time.monotonic() + STACK_SECONDS
+    while wait and any(rank.where is None for rank in asked) and time.monotonic() < deadline:
+        _hear(ranks)
 
 
 def _tell(new: list[Event], log: EventLog, display: Callable[[Event], None] | None) -> None:
@@ -215,7 +230,7 @@ def _tell(new: list[Event], log: EventLog, display: Callable[[Event], None] | No
 def _report(rank: Rank) -> diagnosis.RankReport:
     return diagnosis.RankReport(
         rank.number,
-        exit_code=rank.process.exitcode,
+        exit_code=rank.exit_code,
         ended=rank.ended or 0.0,
         done=rank.done,
         stopped=rank.stopped and rank.error is None,
@@ -228,7 +243,7 @@ def _report(rank: Rank) -> diagnosis.RankReport:
 def _collect(run: Run, ranks: list[Rank], timeout: float | None) -> diagnosis.Verdict | None:
     """Fill in what the ranks left; return the verdict, if any of them failed."""
     _tell([event for rank in ranks for event in rank.take()], run.log, None)
-    run.exit_codes = [rank.process.exitcode for rank in ranks]
+    run.exit_codes = [rank.exit_code for rank in ranks]
     run.outputs = [rank.printed() for rank in ranks]
     run.results = [pickle.loads(rank.result) if rank.done else None for rank in ranks]
     verdict = diagnosis.diagnose([_report(rank) for rank in ranks], timeout, transport.cell_names())
@@ -236,11 +251,12 @@ def _collect(run: Run, ranks: list[Rank], timeout: float | None) -> diagnosis.Ve
     return verdict
 
 
-def _interrupted(run: Run, ranks: list[Rank], timeout=None) -> diagnosis.Interrupted:
-    _collect(run, ranks, timeout)
+def _interrupted(run: Run, ranks: list[Rank]) -> diagnosis.Interrupted:
+    _collect(run, ranks, None)
     run.outcome = "interrupted"
     error = diagnosis.Interrupted(f"stopped by you; all {run.world_size} ranks have ended")
     error.run = run
+    error.details = diagnosis.details([_report(rank) for rank in ranks], transport.cell_names())
     return error
 
 

@@ -60,6 +60,7 @@ class Rank:
         self.ended: float | None = None  # when it sent its last word, or was seen dead
         self.stopped = False  # the lab ended it
         self.gone = False  # ended, and nothing of it is left to read
+        self.exit_code: int | None = None
         self.inbox: list[Event] = []
         self.head, self.tail = bytearray(), bytearray()
         self.dropped_bytes = 0
@@ -79,7 +80,7 @@ class Rank:
 
     @property
     def alive(self) -> bool:
-        return not multiprocessing.connection.wait([self.process.sentinel], timeout=0)
+        return not self.gone and not multiprocessing.connection.wait([self.process.sentinel], timeout=0)
 
     @property
     def failed(self) -> bool:
@@ -146,13 +147,15 @@ class Rank:
         while not self.output.closed and self.output.poll():
             self.read_output()
         self.process.join()
+        self.exit_code = self.process.exitcode
+        self.process.close()
         self.connection.close()
         self.output.close()
         self.gone = True
         if self.ended is None:
             self.ended = time.time()
             kind = "stopped" if self.stopped else "error"
-            self.inbox.append(Event(self.number, self.ended, kind, {"exit_code": self.process.exitcode}))
+            self.inbox.append(Event(self.number, self.ended, kind, {"exit_code": self.exit_code}))
 
     def printed(self) -> str:
         """What the rank printed, on either stream; progress bars are shown as they looked at the end."""

@@ -13,7 +13,7 @@ import sys
 import types
 from collections import ChainMap
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 import torch
@@ -25,7 +25,7 @@ MAX_SOURCE_BYTES = 1 << 20
 class _Pickler(cloudpickle.Pickler):
     """Send tensors without their graph, and a model without the DDP wrapper that needs a process group to exist."""
 
-    dispatch_table = ChainMap({types.CodeType: lambda code: _reduce_code(code)}, cloudpickle.Pickler.dispatch_table)
+    dispatch_table: ClassVar = ChainMap({types.CodeType: lambda code: _reduce_code(code)}, cloudpickle.Pickler.dispatch_table)
 
     def reducer_override(self, obj):
         if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
@@ -61,13 +61,19 @@ def pack_job(fn, args: tuple, kwargs: dict[str, Any]) -> bytes:
     try:
         return dumps((fn, args, kwargs))
     except Exception as error:
-        names = [*inspect.signature(fn).parameters][2:]
-        parts = {fn_name(fn): fn, **dict(zip(names, args, strict=False)), **kwargs}
+        parts = {fn_name(fn): fn, **dict(zip(_argument_names(fn), args, strict=False)), **kwargs}
         name, culprit = next(_culprits(parts), (fn_name(fn), fn))
         raise TypeError(
             f"{name} can't be sent to the ranks, because a {type(culprit).__name__} can't be pickled "
             f"({error}): create it inside {fn_name(fn)}, or pass what it is made from"
         ) from error
+
+
+def _argument_names(fn) -> list[str]:
+    try:
+        return [*inspect.signature(fn).parameters][2:]
+    except ValueError:
+        return [f"argument {place}" for place in range(3, 20)]
 
 
 def pack_result(rank: int, result: Any) -> bytes:

@@ -144,8 +144,10 @@ def _capture_output(output) -> None:
         os.dup2(output.fileno(), descriptor)
     output.close()
     # New streams, since the old ones may believe that they write to a file or a terminal.
-    sys.stdout = sys.__stdout__ = open(1, "w", 1, "utf-8", "backslashreplace", closefd=False)
-    sys.stderr = sys.__stderr__ = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        stream = open(descriptor, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     faulthandler.enable(all_threads=False)
 
 
@@ -153,6 +155,8 @@ def _prepare(job: dict[str, Any]) -> None:
     """Make this process what `torchrun` would have made it, whatever the state of the server that forked it."""
     os.environ.clear()
     os.environ.update(job["environment"])
+    # A spawned process would spawn its own DataLoader workers, slowly, and without the classes of a cell.
+    multiprocessing.set_start_method(None, force=True)
     transport.add_sources(job["sources"])
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if "numpy" in sys.modules:

@@ -1,0 +1,53 @@
+"""Shared by the tests: launches that show nothing and start fast, and a look at what they leave behind."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+import ddp_lab
+
+
+@pytest.fixture(scope="session")
+def fast():
+    """Start ranks from the preloaded server, which tests of other things than starting want."""
+    ddp_lab.fast_start()
+
+
+@pytest.fixture
+def nothing_left():
+    """Fail when a test leaves a process, a listening socket, a pipe or a temporary file behind."""
+    me = psutil.Process()
+    ddp_lab.launch(return_rank, world_size=1, on_event=None)  # what Python starts once and keeps, it starts here
+    before = [descendants(me), listening(me), pipes(), error_files()]
+    yield
+    assert descendants(me) == before[0]
+    assert listening(me) == before[1]
+    assert pipes() <= before[2]
+    assert error_files() <= before[3]
+
+
+def return_rank(rank, world_size):
+    return rank
+
+
+def descendants(process: psutil.Process) -> set[int]:
+    return {child.pid for child in process.children(recursive=True)}
+
+
+def listening(process: psutil.Process) -> set:
+    return {c.laddr for c in process.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN}
+
+
+def pipes() -> set[str]:
+    """The pipes and sockets that this process holds open, where the system has a list of them."""
+    links = Path("/proc/self/fd")
+    targets = [os.readlink(link) for link in links.iterdir() if link.is_symlink()] if links.exists() else []
+    return {target for target in targets if target.startswith(("pipe:", "socket:"))}
+
+
+def error_files() -> set[Path]:
+    """The files in which torch's own launcher leaves tracebacks."""
+    return set(Path(tempfile.gettempdir()).glob("pytorch-errorfile-*"))

@@ -1,0 +1,168 @@
+"""The lab in real notebook kernels: cells, Stop, and kernels that are killed."""
+
+import contextlib
+import os
+import queue
+import signal
+import time
+
+import psutil
+import pytest
+from jupyter_client.manager import KernelManager
+
+CELL_FUNCTION = """import torch, torch.distributed as dist, ddp_lab
+class Box:
+    size = 3
+factor = 2
+def fn(rank, world_size, wait=False):
+    dist.init_process_group("gloo")
+    if wait and rank == 0:
+        return dist.all_reduce(torch.ones(1))
+    import time
+    time.sleep(1000 if wait else 0)
+    if rank == 1 and factor == 3:
+        raise ValueError("wrong factor")
+    return Box.size * factor
+"""
+
+
+class Kernel:
+    def __init__(self):
+        self.manager = KernelManager(kernel_name="python3")
+        self.manager.start_kernel()
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+        self.pid = psutil.Process(self.manager.provisioner.pid).pid
+
+    def start(self, code):
+        return self.client.execute(code)
+
+    def finish(self, request, timeout=60):
+        """Return (text printed, last text/plain, error's lines) of a cell."""
+        printed, shown, error = "", None, []
+        deadline = time.monotonic() + timeout
+        while True:
+            message = self.client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
+            if message["parent_header"].get("msg_id") != request:
+                continue
+            kind, content = message["msg_type"], message["content"]
+            if kind == "stream":
+                printed += content["text"]
+            elif kind in ("execute_result", "display_data", "update_display_data"):
+                shown = content["data"]["text/plain"]
+            elif kind == "error":
+                error = content["traceback"]
+            elif kind == "status" and content["execution_state"] == "idle":
+                return printed, shown, error
+
+    def run(self, code, timeout=60):
+        return self.finish(self.start(code), timeout)
+
+    def close(self):
+        self.client.stop_channels()
+        with contextlib.suppress(RuntimeError, queue.Empty):
+            self.manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture
+def kernel():
+    kernel = Kernel()
+    yield kernel
+    kernel.close()
+
+
+def ranks_of(pid, count, seconds=20):
+    """Wait until `count` rank processes run under a kernel, and are past their imports; return them."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = [p for p in psutil.Process(pid).children(recursive=True) if os.getpgid(p.pid) == p.pid]
+        if len(found) == count:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"{count} ranks did not start in {seconds} s")
+
+
+def all_gone(processes, seconds=3):
+    """Whether all processes end in time; one that only waits for its parent to take note has ended."""
+    deadline = time.monotonic() + seconds
+    while any(runs(process) for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(runs(process) for process in processes)
+
+
+def runs(process):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def test_a_cells_function_class_and_globals_reach_the_ranks(kernel):
+    assert kernel.run(CELL_FUNCTION)[2] == []
+    printed, shown, error = kernel.run("ddp_lab.launch(fn, on_event=None).results")
+    assert (printed, shown, error) == ("", "[6, 6]", [])
+    assert kernel.run("factor = 5; ddp_lab.launch(fn, on_event=None).results")[1] == "[15, 15]"
+
+
+def test_an_error_shows_the_cells_lines_and_nothing_of_the_launcher(kernel):
+    kernel.run(CELL_FUNCTION)
+    error = "\n".join(kernel.run("factor = 3; ddp_lab.launch(fn, on_event=None)")[2])
+    assert error.startswith("RankError: Rank 1 failed at Cell In[1], line 12, in fn with ValueError: wrong factor")
+    assert '    raise ValueError("wrong factor")' in error
+    assert "launcher.py" not in error and "\x1b" not in error and "ipykernel" not in error
+
+
+def test_the_live_output_ends_as_one_picture_with_a_constant_text(kernel):
+    kernel.run(CELL_FUNCTION)
+    request = kernel.start("run = ddp_lab.launch(fn)")
+    assert kernel.finish(request)[1:] == ("DDP Lab: 2 ranks, finished", [])
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_stop_leaves_no_process_and_a_kernel_that_works(kernel, fast):
+    kernel.run(CELL_FUNCTION)
+    kernel.run("ddp_lab.fast_start()" if fast else "")
+    request = kernel.start("ddp_lab.launch(fn, True)")
+    ranks = ranks_of(kernel.pid, 2)
+    time.sleep(1.5)
+    pressed = time.monotonic()
+    kernel.manager.interrupt_kernel()
+    _, shown, error = kernel.finish(request)
+    assert time.monotonic() - pressed < 3
+    assert shown == "DDP Lab: 2 ranks, interrupted"
+    assert error[0] == "Interrupted: stopped by you; all 2 ranks have ended"
+    assert all_gone(ranks)
+    assert kernel.run("ddp_lab.launch(fn, on_event=None).results")[1] == "[6, 6]"
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_killed_kernel_takes_its_ranks_with_it(kernel, fast):
+    kernel.run(CELL_FUNCTION)
+    kernel.run("ddp_lab.fast_start()" if fast else "")
+    kernel.start("ddp_lab.launch(fn, True)")
+    ranks = ranks_of(kernel.pid, 2)
+    everything = psutil.Process(kernel.pid).children(recursive=True)
+    time.sleep(1.0)
+    os.kill(kernel.pid, signal.SIGKILL)
+    assert all_gone(ranks)
+    assert all_gone(everything)
+
+
+def test_a_restarted_kernel_takes_its_ranks_with_it(kernel):
+    kernel.run(CELL_FUNCTION)
+    kernel.start("ddp_lab.launch(fn, True)")
+    ranks = ranks_of(kernel.pid, 2)
+    kernel.manager.restart_kernel(now=True)
+    assert all_gone(ranks)
+
+
+def test_two_kernels_at_once_do_not_disturb_each_other(kernel):
+    other = Kernel()
+    try:
+        requests = []
+        for place, each in enumerate((kernel, other)):
+            each.run(CELL_FUNCTION.replace("size = 3", f"size = {place + 3}"))
+            requests.append((each, each.start("ddp_lab.launch(fn, on_event=None).results")))
+        assert [each.finish(request)[1] for each, request in requests] == ["[6, 6]", "[8, 8]"]
+    finally:
+        other.close()

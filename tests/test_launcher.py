@@ -1,0 +1,412 @@
+"""launch and Run, with real ranks."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import ddp_lab
+from ddp_lab import RankError, launch
+
+QUIET = {"on_event": None}
+
+
+@pytest.fixture(autouse=True)
+def _fast_and_clean(fast, nothing_left):
+    yield
+
+
+def total(rank, world_size, offset=0, *, scale=1):
+    dist.init_process_group("gloo")
+    tensor = torch.tensor([float(rank + offset)])
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    print(f"total {tensor.item():g}")
+    return tensor * scale
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_results_outputs_and_exit_codes_by_rank(world_size, capsys):
+    run = launch(total, 1, world_size=world_size, scale=2, **QUIET)
+    expected = sum(range(1, world_size + 1))
+    assert [result.item() for result in run.results] == [2 * expected] * world_size
+    assert [run.output(rank) for rank in range(world_size)] == [f"total {expected}\n"] * world_size
+    assert run.exit_codes == [0] * world_size
+    assert capsys.readouterr().out == "".join(f"[rank {rank}] total {expected}\n" for rank in range(world_size))
+    assert repr(run) == f"Run({world_size} rank{'s' * (world_size > 1)}, finished)"
+
+
+def environment(rank, world_size):
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS"]
+    return {name: os.environ[name] for name in names}, torch.get_num_threads(), os.environ.get("FROM_THE_NOTEBOOK")
+
+
+def test_ranks_see_what_torchrun_would_set_and_what_the_notebook_set(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("FROM_THE_NOTEBOOK", "yes")
+    before = dict(os.environ)
+    for rank, (seen, threads, ours) in enumerate(launch(environment, **QUIET).results):
+        assert seen == {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": "1",
+        }
+        assert threads == 1 and ours == "yes"
+    assert dict(os.environ) == before
+
+
+def logs(rank, world_size, steps):
+    for step in range(steps):
+        ddp_lab.log(step=step, loss=torch.tensor(float(rank * 100 + step)))
+
+
+def test_every_event_arrives_in_order():
+    seen = []
+    run = launch(logs, 2500, on_event=seen.append)
+    assert run.log.events == seen
+    for rank in (0, 1):
+        assert run.log.series("loss", rank) == (list(range(2500)), [rank * 100.0 + step for step in range(2500)])
+        kinds = [event.kind for event in run.log if event.rank == rank]
+        assert kinds[0] == "starting" and kinds[1] == "running" and kinds[-1] == "done"
+
+
+def test_loss_can_be_plotted():
+    run = launch(logs, 5, **QUIET)
+    assert run.plot_loss()._repr_png_()[0].startswith(b"\x89PNG")
+
+
+class Display:
+    def __init__(self):
+        self.ticks, self.closed = 0, []
+
+    def __call__(self, event):
+        pass
+
+    def tick(self):
+        self.ticks += 1
+
+    def close(self, run):
+        self.closed.append(run.outcome)
+
+
+def sleeps(rank, world_size, seconds):
+    time.sleep(seconds)
+
+
+def test_a_display_ticks_and_is_closed_once_whatever_happens():
+    display = Display()
+    launch(sleeps, 0.3, on_event=display)
+    assert display.ticks >= 3
+    with pytest.raises(RankError):
+        launch(breaks, "raise", on_event=display)
+    assert display.closed == ["finished", "failed on rank 1"]
+
+
+def test_an_error_in_on_event_ends_the_ranks_and_is_raised():
+    def broken(event):
+        raise LookupError("mine")
+
+    started = time.monotonic()
+    with pytest.raises(LookupError, match="mine"):
+        launch(sleeps, 30, on_event=broken)
+    assert time.monotonic() - started < 5
+
+
+# ---- what is refused before any process starts -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "kind", "words"),
+    [
+        ((total,), {"world_size": 0}, ValueError, "world_size=0 starts no rank: use 1 or more"),
+        ((total,), {"world_size": -2}, ValueError, "world_size=-2 starts no rank"),
+        ((total,), {"world_size": 2.5}, TypeError, "world_size=2.5 is not a whole number"),
+        ((total,), {"world_size": "2"}, TypeError, "world_size='2' is not a whole number"),
+        ((total,), {"world_size": 10**6}, ValueError, "needs about .* GiB of memory .* use at most"),
+        ((total,), {"timeout": 0}, ValueError, "timeout=0 is not a number of seconds above 0"),
+        ((3,), {}, TypeError, "launch needs a function, and got a int"),
+        ((total,), {"on_event": 3}, TypeError, "on_event=3 is neither a function"),
+        ((lambda rank: rank,), {}, TypeError, "first two parameters take rank and world_size"),
+        ((total, 1, 2), {}, TypeError, r"would call total\(rank, world_size, 1, 2\)"),
+        ((total,), {"offsett": 1}, TypeError, "unexpected keyword argument 'offsett'"),
+        ((total, threading.Lock()), {}, TypeError, "offset can't be sent to the ranks, because a lock"),
+        ((lambda rank, world_size, backend: 0, "nccl"), {"world_size": 64}, ValueError, "backend='nccl' needs"),
+        ((lambda rank, world_size, backend: 0, "mpi"), {}, ValueError, "backend='mpi' is not one"),
+    ],
+)
+def test_wrong_input_is_refused_in_one_sentence_before_any_process(arguments, options, kind, words, monkeypatch):
+    monkeypatch.setattr("ddp_lab.processes.Rank", None)  # starting one would be a TypeError of another kind
+    with pytest.raises(kind, match=words) as raised:
+        launch(*arguments, **{**QUIET, **options})
+    assert "\n" not in str(raised.value)
+
+
+def generates(rank, world_size):
+    yield rank
+
+
+def test_a_generator_is_refused():
+    with pytest.raises(TypeError, match="generates is a generator"):
+        launch(generates, **QUIET)
+
+
+# ---- what goes wrong in a rank ------------------------------------------------------------------------------------
+
+
+def breaks(rank, world_size, how):
+    dist.init_process_group("gloo")
+    if rank == 1:
+        if how == "raise":
+            raise ValueError("bad labels")
+        if how == "exit":
+            sys.exit(0)
+        if how == "interrupt":
+            raise KeyboardInterrupt
+        if how == "os._exit":
+            os._exit(0)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "sleep":
+            time.sleep(1000)
+        if how == "return":
+            return "early"
+        if how == "broadcast":
+            dist.broadcast(torch.ones(1), 0)
+            return None
+        if how == "unpicklable":
+            return (i for i in range(3))
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.2 if how == "unpicklable" else 0)
+    return "late"
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "words"),
+    [
+        ("raise", "error", "Rank 1 failed at .*test_launcher.py, line .* in breaks with ValueError: bad labels"),
+        ("exit", "exit", r"Rank 1 left with sys\.exit\(0\)"),
+        ("interrupt", "error", "Rank 1 failed at .* with KeyboardInterrupt"),
+        ("os._exit", "death", "Rank 1 ended with exit code 0 and said nothing"),
+        ("kill", "death", "Rank 1 died of SIGKILL"),
+        ("return", "mismatch", "because rank 1 had already returned"),
+        ("unpicklable", "result", "rank 1 finished, but its result is a generator"),
+    ],
+)
+def test_the_rank_that_failed_first_is_named_with_the_reason_soon(how, kind, words):
+    started = time.monotonic()
+    with pytest.raises(RankError, match=words) as raised:
+        launch(breaks, how, **QUIET)
+    assert (raised.value.rank, raised.value.kind) == (1, kind)
+    assert time.monotonic() - started < 4  # under a second here; a loaded machine takes longer to start
+    assert raised.value.run.exit_codes[1] is not None
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("sleep", r"Rank 0 waited 1 s in all_reduce at .* for rank 1, which was at .*, line \d+, in breaks"),
+        ("broadcast", "Rank 0 waited 1 s in all_reduce at .*, while rank 1 was in broadcast at"),
+    ],
+)
+def test_a_hang_ends_after_the_timeout_and_says_where_each_rank_is(how, words):
+    started = time.monotonic()
+    with pytest.raises(RankError, match=words) as raised:
+        launch(breaks, how, timeout=1, **QUIET)
+    assert raised.value.kind == "hang"
+    assert time.monotonic() - started < 6
+    assert any("time.sleep(1000)" in line for line in raised.value.details) == (how == "sleep")
+
+
+def backward_alone(rank, world_size):
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    if rank == 0:
+        model(torch.ones(1, 2)).sum().backward()
+    time.sleep(1000)
+
+
+def test_a_hang_in_ddps_own_collectives_is_noticed_too():
+    with pytest.raises(RankError, match="Rank 0 waited 1 s in backward, where DDP averages gradients at") as raised:
+        launch(backward_alone, timeout=1, **QUIET)
+    assert raised.value.rank == 1
+
+
+def test_a_long_run_is_no_hang():
+    assert launch(sleeps, 1.5, timeout=1, **QUIET).outcome == "finished"
+
+
+def partial_results(rank, world_size):
+    ddp_lab.log(loss=1.0)
+    print("seen")
+    if rank == 1:
+        time.sleep(0.3)
+        raise ValueError
+    return "kept"
+
+
+def test_nothing_is_lost_when_a_rank_fails(capsys):
+    with pytest.raises(RankError) as raised:
+        launch(partial_results, **QUIET)
+    run = raised.value.run
+    assert run.results == ["kept", None]
+    assert run.log.series("loss", 1) == ([0], [1.0])
+    assert capsys.readouterr().out == "[rank 0] seen\n[rank 1] seen\n"
+    assert repr(run) == "Run(2 ranks, failed on rank 1)"
+
+
+# ---- output and results -------------------------------------------------------------------------------------------
+
+
+def prints(rank, world_size, how):
+    if how == "c":
+        os.write(1, b"from C\n")
+        os.write(2, b"from C too\n")
+    elif how == "bytes":
+        os.write(1, b"\xff\xfe ok\n")
+    elif how == "bar":
+        for step in range(50):
+            print(f"\r{step} %", end="", flush=True)
+        print()
+    elif how == "much":
+        for _ in range(200):
+            os.write(1, b"x" * (1 << 20))
+        print("\nlast words")
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [("c", "from C\nfrom C too\n"), ("bytes", "\\xff\\xfe ok\n"), ("bar", "49 %\n")],
+)
+def test_output_of_every_kind_is_kept(how, text):
+    assert launch(prints, how, world_size=1, **QUIET).output(0) == text
+
+
+def test_very_much_output_keeps_its_beginning_and_its_end():
+    run = launch(prints, "much", world_size=1, **QUIET)
+    assert len(run.output(0)) < 2**20
+    assert "bytes left out" in run.output(0) and run.output(0).endswith("last words\n")
+
+
+def returns_model(rank, world_size):
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    loss = model(torch.ones(1, 2)).sum()
+    return {"model": model, "loss": loss}
+
+
+def test_models_and_losses_come_back_usable():
+    run = launch(returns_model, **QUIET)
+    assert type(run.results[0]["model"]) is torch.nn.Linear
+    assert not run.results[1]["loss"].requires_grad
+    assert torch.equal(run.results[0]["model"].weight, run.results[1]["model"].weight)
+
+
+def changes(rank, world_size, tensor):
+    tensor += 1
+
+
+def test_the_notebooks_own_tensors_stay_as_they_were():
+    tensor = torch.zeros(3)
+    launch(changes, tensor, **QUIET)
+    assert tensor.tolist() == [0, 0, 0]
+
+
+# ---- stopping -----------------------------------------------------------------------------------------------------
+
+
+class InterruptWhen:
+    """Press Stop as a learner does, once every rank says that it runs (and a moment later)."""
+
+    def __init__(self, ranks, delay):
+        self.left, self.delay = ranks, delay
+
+    def __call__(self, event):
+        self.left -= event.kind == "running"
+        if not self.left and event.kind == "running":
+            threading.Timer(self.delay, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+@pytest.mark.parametrize("how", ["sleep", "backward"])
+def test_stop_ends_ranks_that_are_blocked(how):
+    function, args = (backward_alone, ()) if how == "backward" else (breaks, ("sleep",))
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt, match="stopped by you; all 2 ranks have ended") as raised:
+        launch(function, *args, on_event=InterruptWhen(2, 1.0))
+    assert time.monotonic() - started < 5
+    assert isinstance(raised.value, ddp_lab.Interrupted)
+    assert raised.value.run.outcome == "interrupted"
+    assert any("Rank 0" in line for line in raised.value.details)
+    assert launch(total, **QUIET).results[0].item() == 1  # the next launch is fine
+
+
+def ignores_sigterm(rank, world_size):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(1000)
+
+
+def test_stop_ends_ranks_that_ignore_it():
+    with pytest.raises(KeyboardInterrupt):
+        launch(ignores_sigterm, on_event=InterruptWhen(2, 0.5))
+
+
+class Pairs(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return index
+
+
+def loads(rank, world_size):
+    loader = DataLoader(Pairs(), num_workers=2, persistent_workers=True)
+    batches = iter(loader)
+    next(batches)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1000)
+
+
+def test_loader_workers_end_with_their_rank():
+    with pytest.raises(RankError, match="SIGKILL"):
+        launch(loads, **QUIET)
+
+
+# ---- launches beside each other -----------------------------------------------------------------------------------
+
+
+def test_two_launches_at_once_from_threads_do_not_disturb_each_other():
+    found = {}
+    threads = [
+        threading.Thread(target=lambda offset=offset: found.update({offset: launch(total, offset, **QUIET).results}))
+        for offset in (10, 20)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {offset: [r.item() for r in results] for offset, results in found.items()} == {10: [21, 21], 20: [41, 41]}
+
+
+def listens(rank, world_size):
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    inet = [c for pid in (os.getpid(), os.environ["KERNEL"]) for c in psutil.Process(int(pid)).net_connections("inet")]
+    dist.barrier()
+    return sorted({c.laddr.ip for c in inet if c.status == psutil.CONN_LISTEN})
+
+
+def test_nothing_listens_beyond_loopback(monkeypatch):
+    monkeypatch.setenv("KERNEL", str(os.getpid()))
+    assert launch(listens, **QUIET).results == [["127.0.0.1"]] * 2
