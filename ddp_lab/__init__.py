@@ -17,10 +17,12 @@ _HOME = {
     "SimpleNet": "models",
     "doctor": "doctor",
     "fast_start": "launcher",
+    "hello": "hello",
     "launch": "launcher",
     "log": "events",
     "mnist": "data",
     "prepare_data": "data",
+    "shard": "data",
     "train": "train",
 }
 __all__ = sorted(_HOME)
@@ -28,7 +30,7 @@ __version__ = "0.1.0"
 
 
 class _Package(ModuleType):
-    """`train` and `doctor` name a module and its function: as an attribute of the package, the function wins."""
+    """`train`, `doctor` and `hello` name a module and its function: as an attribute of the package, the function wins."""
 
     def __setattr__(self, name, value):
         is_its_module = isinstance(value, ModuleType) and _HOME.get(name) == name

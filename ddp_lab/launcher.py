@@ -81,9 +81,12 @@ def launch(
     `Interrupted`, a KeyboardInterrupt, when the learner pressed Stop. The latter two have the `run` so far.
     Source of the contract: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     """
-    world_size = check_call(fn, args, kwargs, world_size, timeout)
-    call = transport.pack_job(fn, args, kwargs)
-    display = _display(on_event, world_size)
+    try:
+        world_size = check_call(fn, args, kwargs, world_size, timeout)
+        call = transport.pack_job(fn, args, kwargs)
+        display = _display(on_event, world_size)
+    except (TypeError, ValueError) as refusal:
+        raise diagnosis.shown_in_one_line(refusal)
     run = Run(world_size)
     started = time.monotonic()
     ranks: list[Rank] = []

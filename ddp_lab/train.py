@@ -12,6 +12,7 @@ Source of the recipe: https://docs.pytorch.org/tutorials/intermediate/ddp_tutori
 
 import argparse
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -45,7 +46,8 @@ def train(
     returned (default: the sample that comes with the lab); checkpoint: where rank 0 writes the trained weights.
 
     Returns a dict: `losses` (this rank's mean loss, one per epoch), `global_losses` (the same over all ranks),
-    `accuracy` (share of all test images, each counted once), `fingerprint` and `weights` (a state_dict on the CPU).
+    `seconds` (one per epoch; the first includes what PyTorch imports at its first step), `accuracy` (share of all
+    test images, each counted once), `fingerprint`, and `weights` (a state_dict on the CPU).
     Raises ValueError for an unknown model, a backend that can't work here, or fewer images than ranks.
     """
     check_options(model, epochs, per_rank_batch_size)
@@ -64,11 +66,13 @@ def train(
         ddp_model = DistributedDataParallel(raw_model, device_ids=[device] if device.type == "cuda" else None)
         optimizer = torch.optim.SGD(ddp_model.parameters(), lr=lr, momentum=0.9)
 
-        losses, global_losses = [], []
+        losses, global_losses, seconds = [], [], []
         log(total_steps=epochs * len(loader), fingerprint=fingerprint(raw_model))
         for epoch in range(epochs):
+            started = time.perf_counter()
             sampler.set_epoch(epoch)  # without it, every epoch has the order of the first
             loss_sum, samples = train_epoch(ddp_model, loader, optimizer, device, first_step=epoch * len(loader))
+            seconds.append(time.perf_counter() - started)
             losses.append((loss_sum / samples).item())
             global_losses.append(mean_over_ranks(loss_sum, samples))
             log(epoch=epoch + 1, global_loss=global_losses[-1], fingerprint=fingerprint(raw_model))
@@ -80,6 +84,7 @@ def train(
         return {
             "losses": losses,
             "global_losses": global_losses,
+            "seconds": seconds,
             "accuracy": accuracy,
             "fingerprint": fingerprint(raw_model),
             "weights": weights,

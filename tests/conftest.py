@@ -1,5 +1,6 @@
 """Shared by the tests: launches that show nothing and start fast, and a look at what they leave behind."""
 
+import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -51,3 +52,10 @@ def pipes() -> set[str]:
 def error_files() -> set[Path]:
     """The files in which torch's own launcher leaves tracebacks."""
     return set(Path(tempfile.gettempdir()).glob("pytorch-errorfile-*"))
+
+
+def runs(pid: int) -> bool:
+    """Whether a process still runs; one that only waits for its parent to take note has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False

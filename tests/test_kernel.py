@@ -8,6 +8,7 @@ import time
 
 import psutil
 import pytest
+from conftest import runs
 from jupyter_client.manager import KernelManager
 
 CELL_FUNCTION = """import torch, torch.distributed as dist, ddp_lab
@@ -86,15 +87,9 @@ def ranks_of(pid, count, seconds=20):
 def all_gone(processes, seconds=3):
     """Whether all processes end in time; one that only waits for its parent to take note has ended."""
     deadline = time.monotonic() + seconds
-    while any(runs(process) for process in processes) and time.monotonic() < deadline:
+    while any(runs(process.pid) for process in processes) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return not any(runs(process) for process in processes)
-
-
-def runs(process):
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
+    return not any(runs(process.pid) for process in processes)
 
 
 def test_a_cells_function_class_and_globals_reach_the_ranks(kernel):
@@ -115,7 +110,7 @@ def test_an_error_shows_the_cells_lines_and_nothing_of_the_launcher(kernel):
 def test_the_live_output_ends_as_one_picture_with_a_constant_text(kernel):
     kernel.run(CELL_FUNCTION)
     request = kernel.start("run = ddp_lab.launch(fn)")
-    assert kernel.finish(request)[1:] == ("DDP Lab: 2 ranks, finished", [])
+    assert kernel.finish(request)[1:] == ("DDP Lab: 2 ranks", [])
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -129,7 +124,7 @@ def test_stop_leaves_no_process_and_a_kernel_that_works(kernel, fast):
     kernel.manager.interrupt_kernel()
     _, shown, error = kernel.finish(request)
     assert time.monotonic() - pressed < 3
-    assert shown == "DDP Lab: 2 ranks, interrupted"
+    assert shown == "DDP Lab: 2 ranks"
     assert error[0] == "Interrupted: stopped by you; all 2 ranks have ended"
     assert all_gone(ranks)
     assert kernel.run("ddp_lab.launch(fn, on_event=None).results")[1] == "[6, 6]"

@@ -22,7 +22,10 @@ def test_a_call_survives():
 
 def test_functions_and_classes_of_a_cell_travel_by_value_with_their_file_name():
     namespace = {"__name__": "__main__"}
-    source = "class Box:\n    size = 3\n\ndef make(factor):\n    def inner():\n        return factor * Box.size\n    return inner"
+    source = (
+        "class Box:\n    size = 3\n\n"
+        "def make(factor):\n    def inner():\n        return factor * Box.size\n    return inner"
+    )
     exec(compile(source, "cell-7", "exec"), namespace)
     inner = pickle.loads(transport.dumps(namespace["make"](5)))
     assert inner() == 15

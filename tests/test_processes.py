@@ -1,0 +1,97 @@
+"""Starting and ending processes, without a notebook."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from conftest import runs
+
+from ddp_lab import processes
+
+SCRIPT = """
+import ddp_lab, os
+
+def fn(rank, world_size):
+    return rank + 10
+
+print(ddp_lab.launch(fn, on_event=None).results)
+"""
+SLEEPING_SCRIPT = """
+import ddp_lab, os, pathlib, sys, time
+
+def fn(rank, world_size, folder):
+    (pathlib.Path(folder) / str(os.getpid())).touch()
+    time.sleep(1000)
+
+ddp_lab.launch(fn, sys.argv[1], on_event=None)
+"""
+
+
+@pytest.mark.parametrize("how", ["file without a __main__ guard", "-c", "standard input"])
+def test_launch_works_from_every_kind_of_program(how, tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    arguments = {"-c": ["-c", SCRIPT], "standard input": ["-"]}.get(how, [str(path)])
+    done = subprocess.run([sys.executable, *arguments], input=SCRIPT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("[10, 11]\n", "")
+
+
+def test_fast_start_goes_through_the_same_path(tmp_path):
+    script = SCRIPT.replace("import ddp_lab, os", "import ddp_lab\nddp_lab.fast_start()\nddp_lab.fast_start()")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("[10, 11]\n", "")
+
+
+def test_a_script_that_is_ended_takes_its_ranks_with_it(tmp_path):
+    program = subprocess.Popen([sys.executable, "-c", SLEEPING_SCRIPT, str(tmp_path)])
+    deadline = time.monotonic() + 30
+    while len(pids := [int(file.name) for file in tmp_path.iterdir()]) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    program.terminate()
+    program.wait()
+    deadline = time.monotonic() + 3
+    while any(map(runs, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(runs, pids))
+
+
+def test_the_store_listens_on_loopback_and_its_port_is_free_afterwards():
+    with processes._rendezvous(timeout=5) as port, socket.create_connection(("127.0.0.1", port), timeout=5):
+        pass
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", port), timeout=1)
+
+
+def test_starting_leaves_the_notebooks_process_as_it_was():
+    before, main_module = dict(os.environ), sys.modules["__main__"]
+    with processes._clean_start({"RANK": "7"}):
+        assert os.environ["RANK"] == "7" and sys.modules["__main__"] is not main_module
+    assert dict(os.environ) == before and sys.modules["__main__"] is main_module
+
+
+def test_an_interrupt_that_comes_while_starting_takes_effect_afterwards():
+    finished = False
+    with pytest.raises(KeyboardInterrupt), processes._interrupts_deferred():
+        os.kill(os.getpid(), signal.SIGINT)
+        finished = True
+    assert finished
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_another_thread_may_start_ranks_too():
+    seen = []
+
+    def work():
+        with processes._interrupts_deferred():
+            seen.append(True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [True]
