@@ -80,14 +80,13 @@ def train(
         accuracy = evaluate(raw_model, test_loader, device)
         if rank == 0 and checkpoint is not None:
             save_checkpoint(raw_model, checkpoint)
-        weights = {name: tensor.detach().cpu() for name, tensor in raw_model.state_dict().items()}
         return {
             "losses": losses,
             "global_losses": global_losses,
             "seconds": seconds,
             "accuracy": accuracy,
             "fingerprint": fingerprint(raw_model),
-            "weights": weights,
+            "weights": raw_model.cpu().state_dict(),
         }
     finally:
         dist.destroy_process_group()

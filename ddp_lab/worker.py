@@ -159,7 +159,7 @@ def _prepare(job: dict[str, Any]) -> None:
     multiprocessing.set_start_method(None, force=True)
     transport.add_sources(job["sources"])
     threads = os.environ["OMP_NUM_THREADS"].split(",")[0]  # OpenMP knows lists, for nested loops
-    torch.set_num_threads(max(1, int(threads)) if threads.isdigit() else 1)
+    torch.set_num_threads(max(1, int(threads)) if threads.isdecimal() else 1)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # a forked process would repeat its server's stream
     timeout = NEVER if job["timeout"] is None else timedelta(seconds=job["timeout"])

@@ -16,7 +16,7 @@ LAYERS = {
     1: {"diagnosis", "progress", "train", "worker"},
     2: {"figures", "processes", "terminal"},
     3: {"dashboard"},
-    4: {"launcher"},
+    4: {"launcher", "machine"},
     5: {"doctor"},
     6: {"__init__", "__main__"},
 }

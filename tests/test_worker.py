@@ -26,8 +26,7 @@ def test_a_rank_is_not_held_up_by_a_notebook_that_does_not_read():
     for step in range(3 * worker.MAX_WAITING_EVENTS):
         reporter.event("metrics", {"step": step})
     assert len(reporter.waiting) <= worker.MAX_WAITING_EVENTS
-    theirs.close()
-    ours.close()
+    ours.close()  # which ends the reporter's thread
 
 
 def test_the_last_word_comes_after_every_event():
@@ -37,8 +36,7 @@ def test_the_last_word_comes_after_every_event():
     reporter.close("done", b"result")
     tags = [pickle.loads(ours.recv_bytes())[0] for _ in range(2)]
     assert tags == ["events", "done"]
-    theirs.close()
-    ours.close()
+    ours.close()  # which ends the reporter's thread
 
 
 def test_an_error_is_described_with_its_cause_and_without_the_labs_frames():
