@@ -1,6 +1,6 @@
 # DDP Lab. `make` lists the targets; each sets up its environment, .venv, when that is missing or out of date.
 
-.PHONY: help setup lab test train
+.PHONY: help setup lab notebooks test train
 SHELL = /bin/sh
 
 # The environment is complete in itself: modules of another Python must not leak into it.
@@ -15,6 +15,7 @@ help:
 	@echo "make train   run the main training job in this terminal"
 	@echo "make test    run every test and every notebook"
 	@echo "make setup   only set up the environment, .venv"
+	@echo "make notebooks   run the notebooks and save their outputs (for authors)"
 	@echo
 	@echo 'Options: ARGS="…" passes options on, as in make train ARGS="--model convnet";'
 	@echo "PYTHON=… names the Python (3.11 or newer) to set up with."
@@ -33,3 +34,6 @@ test: setup
 	@.venv/bin/python -m ruff check .
 	@.venv/bin/python -m ruff format --check .
 	@$(IN_VENV) .venv/bin/python -m pytest --nbval $(ARGS)
+
+notebooks: setup
+	@$(IN_VENV) .venv/bin/python notebooks/save_outputs.py $(ARGS)
