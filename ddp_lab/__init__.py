@@ -30,7 +30,7 @@ __version__ = "0.1.0"
 
 
 class _Package(ModuleType):
-    """`train`, `doctor` and `hello` name a module and its function: as an attribute of the package, the function wins."""
+    """`train`, `doctor` and `hello` name a module and its function: here, as an attribute, the function wins."""
 
     def __setattr__(self, name, value):
         is_its_module = isinstance(value, ModuleType) and _HOME.get(name) == name

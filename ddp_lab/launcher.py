@@ -86,7 +86,7 @@ def launch(
         call = transport.pack_job(fn, args, kwargs)
         display = _display(on_event, world_size)
     except (TypeError, ValueError) as refusal:
-        raise diagnosis.shown_in_one_line(refusal)
+        raise diagnosis.shown_in_one_line(refusal) from refusal.__cause__
     run = Run(world_size)
     started = time.monotonic()
     ranks: list[Rank] = []

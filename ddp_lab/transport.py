@@ -25,7 +25,9 @@ MAX_SOURCE_BYTES = 1 << 20
 class _Pickler(cloudpickle.Pickler):
     """Send tensors without their graph, and a model without the DDP wrapper that needs a process group to exist."""
 
-    dispatch_table: ClassVar = ChainMap({types.CodeType: lambda code: _reduce_code(code)}, cloudpickle.Pickler.dispatch_table)
+    dispatch_table: ClassVar = ChainMap(
+        {types.CodeType: lambda code: _reduce_code(code)}, cloudpickle.Pickler.dispatch_table
+    )
 
     def reducer_override(self, obj):
         if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
