@@ -226,7 +226,8 @@ def _y_tick(y: float, ys: list[float]) -> str:
 def _x_ticks(x0: float, x1: float) -> str:
     places = ticks(x0, x1, 6, whole=True)
     return "".join(
-        f'<text x="{100 * (x - x0) / (x1 - x0):.1f}%" y="100%" dy="16" text-anchor="middle">{tick_text(x, places)}</text>'
+        f'<text x="{100 * (x - x0) / (x1 - x0):.1f}%" y="100%" dy="16" text-anchor="middle">{tick_text(x, places)}'
+        "</text>"
         for x in places
         if x0 <= x <= x1
     )

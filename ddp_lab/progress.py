@@ -53,8 +53,7 @@ class RankState:
         self.marks: deque[tuple[float, float]] = deque(maxlen=64)  # (time, samples until then)
         self.first_mark: tuple[float, float] | None = None
         self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
-        self.prints = 0
-        self.fingerprints: dict[Any, str] = {}  # the latest
+        self.prints, self.fingerprints = 0, {}  # how many, and the latest of them
 
     def change(self, kind: str, data: dict[str, Any]) -> None:
         """Take in a change of state. What ended stays as it ended."""
@@ -76,10 +75,8 @@ class RankState:
     def _keep(self, fingerprint: str) -> None:
         """Remember it by step, so that replicas are compared at one step."""
         self.prints += 1
-        if self.step is None:
-            key = ("print", self.prints)
-        else:
-            key = self.place if self.epoch is None else (self.epoch, self.step)
+        at_step = self.place if self.epoch is None else (self.epoch, self.step)
+        key = at_step if self.step is not None else ("print", self.prints)
         self.fingerprints.pop(key, None)
         self.fingerprints[key] = fingerprint
         if len(self.fingerprints) > MAX_FINGERPRINTS:
@@ -87,9 +84,8 @@ class RankState:
 
     def plot(self, value: float, samples: float) -> None:
         """Take in the plotted value. Without steps, its place in the series is its step."""
-        self.value = value
+        self.value, self.values = value, self.values + 1
         self.recent.append((value, samples if samples > 0 else 1.0))
-        self.values += 1
         self.place = self.place if self.step is not None else self.values - 1.0
 
     def _move(self, step: float | None) -> None:
@@ -244,8 +240,7 @@ class Progress:
         """The state of the whole run in words."""
         states = [rank.state for rank in self.ranks.values()]
         if all(state == "starting" for state in states):
-            processes = "process" if len(states) == 1 else "processes"
-            return f"starting {len(states)} {processes}, this takes a few seconds"
+            return f"starting {len(states)} process{'es' * (len(states) != 1)}, this takes a few seconds"
         if "failed" in states:
             return f"rank {next(rank.rank for rank in self.ranks.values() if rank.state == 'failed')} failed"
         running = [rank for rank in self.ranks.values() if rank.state == "running" and rank.step is not None]
