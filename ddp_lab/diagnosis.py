@@ -7,10 +7,12 @@ connection or a timeout only when nothing else explains it.
 
 import re
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-Frame = tuple[str, int, str, str]  # file, line, function, source
+from ddp_lab import stacks
+from ddp_lab.stacks import OWN_CODE, Frame, collective, gist, place
 
 LOST_CONNECTION = re.compile(
     r"connection closed by peer|connection reset by peer|broken pipe|connection refused|socket closed|"
@@ -18,9 +20,10 @@ LOST_CONNECTION = re.compile(
     re.IGNORECASE,
 )
 TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
-NOT_THE_LEARNERS = re.compile(r"[/\\](site-packages|dist-packages|lib[/\\]python3\.\d+)[/\\]|^<frozen ")
-FAULT_DUMP = re.compile(r"^Fatal Python error: .*", re.MULTILINE | re.DOTALL)
-FAULT_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+FROM_A_BACKEND = re.compile(r"gloo|nccl|c10d|tcpstore", re.IGNORECASE)
+WRONG_SIZE = re.compile(r"EnforceNotMet|received data size", re.IGNORECASE)
+TORCH_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
+SAME_CALLS = "let every rank make the same collective calls in the same order, with the same arguments"
 TRACE_CURE = "the traceback below shows how it came there"
 SIGNAL_MEANS = {
     "SIGKILL": (
@@ -57,7 +60,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Verdict:
-    """kind: "error", "exit", "death", "mismatch" or "hang"; rank: the rank to blame; why: one sentence."""
+    """kind: "error", "exit", "death", "mismatch", "hang" or "result"; rank: the rank to blame; why: one sentence."""
 
     kind: str
     rank: int
@@ -69,14 +72,13 @@ class Verdict:
         return f"{self.why}: {self.cure}."
 
 
-class LaunchError(RuntimeError):
-    """A launch that did not succeed. `run` holds what there is: the log, the output, the results of finished ranks."""
+class RankError(RuntimeError):
+    """A rank failed, died, or waited in vain. Fields: `rank`, `kind`, `why`, `cure`, `details`.
+
+    `run` holds what there is: the log, the output, the results of the ranks that finished.
+    """
 
     run: Any = None
-
-
-class RankError(LaunchError):
-    """A rank failed, died, or waited in vain. Fields: `rank`, `kind`, `why`, `cure`, `details`, `run`."""
 
     def __init__(self, verdict: Verdict):
         super().__init__(str(verdict))
@@ -91,10 +93,10 @@ class RankError(LaunchError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """The learner pressed Stop. `run` holds what there is."""
+    """The learner pressed Stop. `run` holds what there is, `details` where each rank was."""
 
     run: Any = None
-    details: list[str] = []  # noqa: RUF012 (replaced, never changed)
+    details: tuple[str, ...] | list[str] = ()
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}", *self.details]
@@ -118,13 +120,11 @@ def diagnose(reports: list[RankReport], timeout: float | None, cells: dict[str, 
     return replace(_verdict(failed, reports, timeout, names), details=details(reports, names))
 
 
-def _verdict(
-    failed: list[RankReport], reports: list[RankReport], timeout: float | None, names: dict[str, str]
-) -> Verdict:
+def _verdict(failed: list[RankReport], reports: list[RankReport], timeout: float | None, names: dict) -> Verdict:
     own = [r for r in failed if not is_victim(r)]
     if own:
         return _blame(own[0], names)
-    timed_out = [r for r in failed if TIMED_OUT.search(r.error["message"])]
+    timed_out = [r for r in failed if TIMED_OUT.search(_lost(r.error)["message"])]
     if timed_out:
         return _hang(min(timed_out, key=lambda r: r.rank), reports, timeout, names)
     return _left_alone(min(failed, key=lambda r: r.rank), reports, names)
@@ -132,26 +132,55 @@ def _verdict(
 
 def is_victim(report: RankReport) -> bool:
     """A rank that lost its peers, or waited for them in vain, is not where to look first."""
-    if report.error is None or report.error["type"] == "SystemExit":
+    return report.error is not None and _own_error(report.error) is None
+
+
+def _chain(error: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    while error:
+        yield error
+        error = error["cause"]
+
+
+def _own_error(error: dict[str, Any]) -> dict[str, Any] | None:
+    """The error to blame this rank for, if any.
+
+    An error of its own, followed by a lost connection while cleaning up, is its own; a lost connection that the
+    learner's code turned into another error is still a victim's.
+    """
+    chain = list(_chain(error))
+    if not any(map(_is_loss, chain)):
+        return error
+    after = chain[[_is_loss(each) for each in chain].index(True) :]
+    return next((each for each in after if not _is_loss(each)), None)
+
+
+def _lost(error: dict[str, Any]) -> dict[str, Any]:
+    """The lost connection or timeout in a victim's errors."""
+    return next(filter(_is_loss, _chain(error)))
+
+
+def _is_loss(error: dict[str, Any]) -> bool:
+    message = error["message"]
+    if error["type"] not in TORCH_ERRORS or not (LOST_CONNECTION.search(message) or TIMED_OUT.search(message)):
         return False
-    message = report.error["message"]
-    from_torch = report.error["type"] in ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
-    return from_torch and bool(LOST_CONNECTION.search(message) or TIMED_OUT.search(message))
+    return collective(error["frames"]) != OWN_CODE or bool(FROM_A_BACKEND.search(message))
 
 
 def _blame(report: RankReport, names: dict[str, str]) -> Verdict:
-    rank, error = report.rank, report.error
-    if error is None:
+    if report.error is None:
         return _death(report, names)
-    place = _place(error["frames"], names)
-    if not error["frames"] and ": " in error["message"]:  # the lab refused, and said why and what to do
-        return Verdict("result", rank, *error["message"].rsplit(": ", 1))
+    rank, error = report.rank, _own_error(report.error)
+    at = place(error["frames"], names)
+    if error["refusal"]:
+        return Verdict("result", rank, *error["refusal"])
     if error["type"] == "SystemExit":
-        why = f"Rank {rank} left with sys.exit({error['code']}){place} before its function returned"
+        why = f"Rank {rank} left with sys.exit({error['code']}){at} before its function returned"
         return Verdict("exit", rank, why, "return from the function instead of leaving the process")
-    message = error["message"].strip().splitlines()
-    said = f"{error['type']}: {message[0]}" if message else error["type"]
-    return Verdict("error", rank, f"Rank {rank} failed{place} with {said.rstrip('.')}", TRACE_CURE)
+    return Verdict("error", rank, f"Rank {rank} failed{at} with {_said(error)}", TRACE_CURE)
+
+
+def _said(error: dict[str, Any]) -> str:
+    return f"{error['type']}: {gist(error['message'])}" if error["message"].strip() else error["type"]
 
 
 def _death(report: RankReport, names: dict[str, str]) -> Verdict:
@@ -164,97 +193,51 @@ def _death(report: RankReport, names: dict[str, str]) -> Verdict:
     except ValueError:
         name = f"signal {-code}"
     means, cure = SIGNAL_MEANS.get(name, ("sent from outside", "look at its last printed lines"))
-    place = _place(_last_frames(report.printed), names)
-    return Verdict("death", report.rank, f"Rank {report.rank} died of {name}{place}, {means}", cure)
-
-
-def without_fault_dump(printed: str) -> str:
-    """What a rank printed, less the report that Python adds when compiled code crashes."""
-    return FAULT_DUMP.sub("", printed)
-
-
-def _last_frames(printed: str) -> list[Frame]:
-    dump = FAULT_DUMP.search(printed)
-    found = FAULT_FRAME.findall(dump.group()) if dump else []
-    frames = [(file, int(line), function, "") for file, line, function in reversed(found)]
-    ours = [place for place, frame in enumerate(frames) if frame[0].endswith("worker.py")]
-    return frames[ours[-1] + 1 if ours else 0 :]
+    if name == "SIGABRT" and WRONG_SIZE.search(report.printed):
+        means = "because the ranks brought tensors of different sizes to one collective"
+        cure = "give every rank the same shape and dtype"
+    at = place(stacks.in_fault_dump(report.printed), names)
+    return Verdict("death", report.rank, f"Rank {report.rank} died of {name}{at}, {means}", cure)
 
 
 def _hang(waiting: RankReport, reports: list[RankReport], timeout: float | None, names: dict[str, str]) -> Verdict:
     """The rank that waited is innocent: name the rank that never came."""
-    frames = waiting.error["frames"]
-    waited = f"Rank {waiting.rank} waited {_seconds(waiting, timeout)} in {collective(frames)}{_place(frames, names)}"
+    frames = _lost(waiting.error)["frames"]
+    waited = f"Rank {waiting.rank} waited {_seconds(waiting, timeout)} in {collective(frames)}{place(frames, names)}"
     absent = next((r for r in reports if r.done), None)
     if absent:
-        why = f"{waited} for rank {absent.rank}, which had already returned"
-        return Verdict("hang", absent.rank, why, "let every rank make the same collective calls")
+        return Verdict("hang", absent.rank, f"{waited} for rank {absent.rank}, which had already returned", SAME_CALLS)
     others = [r for r in reports if r is not waiting]
-    apart = next((r for r in others if collective(_frames(r)) == "its own code"), None)
+    apart = next((r for r in others if collective(_frames(r)) == OWN_CODE), None)
     if apart:
-        why = f"{waited} for rank {apart.rank}, which was{_place(_frames(apart), names) or ' elsewhere'}"
+        why = f"{waited} for rank {apart.rank}, which was{place(_frames(apart), names) or ' elsewhere'}"
         return Verdict("hang", apart.rank, why, "let that rank reach the same call, or raise launch's timeout")
     other = next((r for r in others if _frames(r)), None)
-    where = (
-        f", while rank {other.rank} was in {collective(_frames(other))}{_place(_frames(other), names)}" if other else ""
-    )
-    return Verdict(
-        "hang", waiting.rank, waited + where, "let every rank make the same calls in the same order", details
-    )
+    if other:
+        waited += f", while rank {other.rank} was in {collective(_frames(other))}{place(_frames(other), names)}"
+    return Verdict("hang", waiting.rank, waited, SAME_CALLS)
 
 
 def _seconds(waiting: RankReport, timeout: float | None) -> str:
     """How long the rank waited: what its own error says, because a group can have a timeout of its own."""
-    said = re.search(r"(\d+) ?(?:ms|milliseconds)", waiting.error["message"])
+    said = re.search(r"(\d+) ?(?:ms|milliseconds)", _lost(waiting.error)["message"])
     seconds = int(said.group(1)) / 1000 if said else timeout
     return f"{seconds:g} s" if seconds else "too long"
 
 
 def _left_alone(victim: RankReport, reports: list[RankReport], names: dict[str, str]) -> Verdict:
     """Only lost connections: a rank went on to a collective that another rank, already done, never called."""
-    frames = victim.error["frames"]
-    waited = f"Rank {victim.rank} lost its connection in {collective(frames)}{_place(frames, names)}"
+    frames = _lost(victim.error)["frames"]
+    waited = f"Rank {victim.rank} lost its connection in {collective(frames)}{place(frames, names)}"
     absent = next((r for r in reports if r.done), None)
     if absent is None:
         return Verdict("error", victim.rank, waited, "see what each rank was doing, below")
     why = f"{waited}, because rank {absent.rank} had already returned without that call"
-    return Verdict("mismatch", absent.rank, why, "let every rank make the same collective calls")
+    return Verdict("mismatch", absent.rank, why, SAME_CALLS)
 
 
 def _frames(report: RankReport) -> list[Frame]:
     return report.error["frames"] if report.error else report.where or []
-
-
-def collective(frames: list[Frame]) -> str:
-    """Name what a stack waits in: a collective, DDP's averaging in backward, or "its own code"."""
-    place = _own_place(frames)
-    for file, _, function, _ in frames[place + 1 :]:
-        if re.search(r"torch[/\\]distributed[/\\]", file) and not function.startswith("_") and function != "wrapper":
-            return function
-        if re.search(r"torch[/\\](autograd[/\\]|_tensor\.py)", file):
-            return "backward, where DDP averages gradients"
-        if re.search(r"torch[/\\]nn[/\\]parallel[/\\]distributed\.py", file):
-            return "DistributedDataParallel"
-    return "its own code"
-
-
-def _own_place(frames: list[Frame]) -> int:
-    """The place of the innermost frame of the learner's code; -1 where there is none."""
-    own = [place for place, frame in enumerate(frames) if not NOT_THE_LEARNERS.search(frame[0])]
-    return own[-1] if own else -1
-
-
-def _place(frames: list[Frame], names: dict[str, str]) -> str:
-    place = _own_place(frames)
-    if place < 0:
-        return ""
-    file, line, function, _ = frames[place]
-    return f" at {_short(file, names)}, line {line}, in {function}"
-
-
-def _short(file: str, names: dict[str, str]) -> str:
-    """A file's name as a learner knows it: the notebook's cell, else no more than its last two parts."""
-    return names.get(file) or "/".join(re.split(r"[/\\]", file)[-2:])
 
 
 def details(reports: list[RankReport], names: dict[str, str]) -> list[str]:
@@ -264,41 +247,28 @@ def details(reports: list[RankReport], names: dict[str, str]) -> list[str]:
 
 def _detail(report: RankReport, names: dict[str, str]) -> list[str]:
     """Lines on one rank for whoever wants to know more."""
-    if report.error and is_victim(report):
-        frames = report.error["frames"]
-        return [f"Rank {report.rank}: {_consequence(report)} in {collective(frames)}", *_trace_lines(frames, names)]
     if report.error:
-        lines = _error_lines(report.error, names)
-        return [f"Rank {report.rank}: {lines[0]}", *lines[1:]]
+        head = f"{_consequence(report)}" if is_victim(report) else _said(report.error)
+        return [f"Rank {report.rank}: {head}", *_error_lines(report.error, names)]
     if report.done:
         return [f"Rank {report.rank}: finished"]
     if not report.stopped:
-        last = without_fault_dump(report.printed).strip().splitlines()[-8:]
-        return [f"Rank {report.rank}: exit code {report.exit_code}", *(f"    {line}" for line in last)]
-    frames = _trace_lines(report.where, names) if report.where else []
+        last = stacks.without_fault_dump(report.printed).strip().splitlines()[-8:]
+        return [f"Rank {report.rank}: exit code {report.exit_code}", *(f"    {gist(line)}" for line in last)]
+    frames = stacks.lines(report.where, names) if report.where else []
     return [f"Rank {report.rank}: ended by the lab{', when it was here' if frames else ''}", *frames]
 
 
 def _consequence(report: RankReport) -> str:
-    if LOST_CONNECTION.search(report.error["message"]):
-        return "as a consequence, it lost its connection"
-    return f"waited {_seconds(report, None)} for another rank"
+    lost = _lost(report.error)
+    where = f" in {collective(lost['frames'])}"
+    if LOST_CONNECTION.search(lost["message"]):
+        return f"as a consequence, it lost its connection{where}"
+    return f"waited {_seconds(report, None)} for another rank{where}"
 
 
 def _error_lines(error: dict[str, Any], names: dict[str, str]) -> list[str]:
-    cause = (
-        [f"    caused by {line.lstrip()}" for line in _error_lines(error["cause"], names)[:1]] if error["cause"] else []
-    )
-    head = f"{error['type']}: {error['message']}" if error["message"] else error["type"]
-    return [head, *_trace_lines(error["frames"], names), *cause]
-
-
-def _trace_lines(frames: list[Frame], names: dict[str, str]) -> list[str]:
-    """The stack down to the learner's innermost line, with the source; all of it where no line is the learner's."""
-    shown = frames[: _own_place(frames) + 1] or frames
-    return [
-        text
-        for file, line, function, source in shown
-        for text in (f"  {_short(file, names)}, line {line}, in {function}", f"    {source}")
-        if text.strip()
-    ]
+    """The learner's stack, what was noted, and the errors that came before."""
+    notes = [f"    {gist(note)}" for note in error["notes"]]
+    earlier = [f"    after {_said(each)}{place(each['frames'], names)}" for each in list(_chain(error))[1:]]
+    return [*stacks.lines(error["frames"], names), *notes, *earlier]

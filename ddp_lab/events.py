@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 PRINT_EVERY_SECONDS = 1.0
+PLAIN = (bool, int, float, str, type(None))  # what a log keeps as it is; of anything else it keeps the text
+MAX_TEXT = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +100,25 @@ def log(**metrics: Any) -> None:
 
 def detached(name: str, value: Any) -> Any:
     """Return a value that later training steps can't change: a number, a string, or a copy that stays on its GPU."""
-    if not hasattr(value, "detach"):
-        return value.item() if hasattr(value, "item") and getattr(value, "size", 0) == 1 else value
-    if value.numel() != 1:
+    if hasattr(value, "detach") and value.numel() != 1:
         raise TypeError(f"log({name}=…) takes one number; this tensor has shape {tuple(value.shape)}, log its mean()")
-    return value.detach().clone() if value.device.type != "cpu" else value.item()
+    if hasattr(value, "detach") and value.device.type != "cpu":
+        return value.detach().clone()
+    if hasattr(value, "item") and (hasattr(value, "detach") or getattr(value, "size", 0) == 1):
+        return value.item()
+    return value if isinstance(value, PLAIN) else repr(value)[:MAX_TEXT]
 
 
 def plain(data: dict[str, Any]) -> dict[str, Any]:
     """Read the tensors that `detached` left on a GPU. This waits for the device: never call it in the training step."""
-    return {name: value.item() if hasattr(value, "detach") else value for name, value in data.items()}
+    return {name: _read(value) if hasattr(value, "detach") else value for name, value in data.items()}
+
+
+def _read(tensor: Any) -> Any:
+    try:
+        return tensor.item()
+    except Exception as error:  # a lost value must not stop the others
+        return f"not readable ({type(error).__name__})"
 
 
 def set_sink(sink: Callable[[str, dict[str, Any]], None]) -> None:

@@ -1,20 +1,15 @@
 """`launch`: run a function as ranks, watch them, and return what they return or say why they could not."""
 
-import inspect
 import math
 import multiprocessing.connection
-import operator
-import pickle
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
-
-from ddp_lab import diagnosis, processes, transport
-from ddp_lab.devices import choose_backend
+from ddp_lab import calls, diagnosis, processes, stacks, transport
 from ddp_lab.events import Event, EventLog
 from ddp_lab.processes import Rank, fast_start
 
@@ -24,7 +19,6 @@ TICK_SECONDS = 0.1
 GRACE_SECONDS = 0.5  # after a failure: long enough for the other ranks to say what they met
 LONG_GRACE_SECONDS = 1.2  # when only victims have spoken so far
 STACK_SECONDS = 0.5  # a rank that has not finished importing can't answer
-BYTES_PER_RANK = 300 << 20
 SHOWN_LINES = 400
 
 
@@ -60,6 +54,7 @@ class Run:
 
 def launch(
     fn: Callable[..., Any],
+    /,
     *args: Any,
     world_size: int = 2,
     timeout: float | None = 60.0,
@@ -82,7 +77,7 @@ def launch(
     Source of the contract: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     """
     try:
-        world_size = check_call(fn, args, kwargs, world_size, timeout)
+        world_size, timeout = calls.check(fn, args, kwargs, world_size, timeout, on_event)
         call = transport.pack_job(fn, args, kwargs)
         display = _display(on_event, world_size)
     except (TypeError, ValueError) as refusal:
@@ -103,7 +98,7 @@ def launch(
         verdict = _collect(run, ranks, timeout)
     finally:
         run.seconds = time.monotonic() - started
-        getattr(display, "close", lambda run: None)(run)
+        _close(display, run)
         _show_output(run)
     if verdict:
         error = diagnosis.RankError(verdict)
@@ -112,62 +107,10 @@ def launch(
     return run
 
 
-def check_call(fn, args: tuple, kwargs: dict[str, Any], world_size: Any, timeout: Any) -> int:
-    """Return world_size as an int. Raises TypeError or ValueError for a call that can't work, naming the culprit."""
-    if not callable(fn):
-        raise TypeError(
-            f"launch needs a function, and got a {type(fn).__name__}: write launch(train), not launch(train())"
-        )
-    try:
-        world_size = operator.index(world_size)
-    except TypeError:
-        raise TypeError(
-            f"world_size={world_size!r} is not a whole number: give the number of ranks, such as 2"
-        ) from None
-    if world_size < 1:
-        raise ValueError(f"world_size={world_size} starts no rank: use 1 or more")
-    total = psutil.virtual_memory().total
-    if world_size * BYTES_PER_RANK > total and world_size > 1:
-        raise ValueError(
-            f"world_size={world_size} needs about {world_size * BYTES_PER_RANK / 2**30:.0f} GiB of memory and this "
-            f"machine has {total / 2**30:.0f}: use at most {max(1, total // BYTES_PER_RANK)} ranks"
-        )
-    if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
-        raise ValueError(f"timeout={timeout!r} is not a number of seconds above 0: give one, or None for no limit")
-    _check_signature(fn, args, kwargs, world_size)
-    return world_size
-
-
-def _check_signature(fn, args: tuple, kwargs: dict[str, Any], world_size: int) -> None:
-    name = transport.fn_name(fn)
-    try:
-        signature = inspect.signature(fn)
-    except ValueError:
-        return  # some functions written in C have none to look at
-    try:
-        bound = signature.bind(0, world_size, *args, **kwargs)
-    except TypeError as error:
-        given = ["rank", "world_size", *map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
-        shown = ", ".join(part if len(part) < 40 else part[:37] + "…" for part in given)
-        raise TypeError(
-            f"each rank would call {name}({shown}), but the function is {name}{signature} ({error}): "
-            "let its first two parameters take rank and world_size"
-        ) from None
-    if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
-        raise TypeError(
-            f"{name} is a generator or async function, whose body a plain call does not run: use a plain def"
-        )
-    backend = bound.arguments.get("backend")
-    if isinstance(backend, str):
-        choose_backend(world_size, backend)
-
-
 def _display(on_event: Any, world_size: int) -> Callable[[Event], None] | None:
     """Turn launch's `on_event` into a callable; imports what draws only where there is someone to look."""
-    if callable(on_event) or on_event is None:
-        return on_event
     if on_event != "auto":
-        raise TypeError(f"on_event={on_event!r} is neither a function, nor None, nor 'auto'")
+        return on_event
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     if hasattr(shell, "kernel"):
@@ -248,8 +191,14 @@ def _collect(run: Run, ranks: list[Rank], timeout: float | None) -> diagnosis.Ve
     _tell([event for rank in ranks for event in rank.take()], run.log, None)
     run.exit_codes = [rank.exit_code for rank in ranks]
     run.outputs = [rank.printed() for rank in ranks]
-    run.results = [pickle.loads(rank.result) if rank.done else None for rank in ranks]
-    verdict = diagnosis.diagnose([_report(rank) for rank in ranks], timeout, transport.cell_names())
+    unusable = None
+    for rank in ranks:
+        try:
+            run.results.append(transport.unpack_result(rank.number, rank.result) if rank.done else None)
+        except transport.Refusal as refusal:
+            run.results.append(None)
+            unusable = diagnosis.Verdict("result", rank.number, *refusal.refusal)
+    verdict = diagnosis.diagnose([_report(rank) for rank in ranks], timeout, transport.cell_names()) or unusable
     run.outcome = f"failed on rank {verdict.rank}" if verdict else "finished"
     return verdict
 
@@ -263,12 +212,27 @@ def _interrupted(run: Run, ranks: list[Rank]) -> diagnosis.Interrupted:
     return error
 
 
+def _close(display: Any, run: Run) -> None:
+    """Let the display show the end; a failure there must not cost the run's result, or its error."""
+    try:
+        getattr(display, "close", lambda run: None)(run)
+    except Exception as error:
+        warnings.warn(f"the display could not be closed ({type(error).__name__}: {error})", stacklevel=3)
+
+
 def _show_output(run: Run) -> None:
     """Print what the ranks printed, in rank order, so that a cell's saved output is the same every time."""
     for rank, text in enumerate(run.outputs):
-        lines = diagnosis.without_fault_dump(text).splitlines()
+        lines = stacks.without_fault_dump(text).splitlines()
         if len(lines) > SHOWN_LINES:
             left_out = f"… {len(lines) - SHOWN_LINES:,} lines left out, see run.output({rank}) …"
             lines = [*lines[: SHOWN_LINES // 2], left_out, *lines[-SHOWN_LINES // 2 :]]
         for line in lines:
-            print(f"[rank {rank}] {line}")
+            _print(f"[rank {rank}] {line}")
+
+
+def _print(line: str) -> None:
+    try:
+        print(line)
+    except UnicodeEncodeError:  # a terminal that does not know all characters
+        print(line.encode(sys.stdout.encoding or "ascii", "backslashreplace").decode(sys.stdout.encoding or "ascii"))

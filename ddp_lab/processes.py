@@ -174,7 +174,8 @@ def running(world_size: int, call: bytes, timeout: float | None) -> Iterator[lis
             with _starting, _clean_start(_environment(0, world_size, port)):
                 for number in range(world_size):
                     ranks.append(Rank(number))
-            job = {"call": call, "world_size": world_size, "timeout": timeout, "sources": transport.cell_sources()}
+            job = {"call": call, "world_size": world_size, "timeout": timeout, "port": port}
+            job["sources"] = transport.cell_sources()
             for rank in ranks:
                 job["environment"] = {**os.environ, **_environment(rank.number, world_size, port)}
                 with contextlib.suppress(OSError):  # it died while starting, which its exit code will tell
@@ -212,8 +213,6 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store runs here, no rank has to host it
-        "TORCHELASTIC_RESTART_COUNT": "0",
         "GLOO_SOCKET_IFNAME": LOOPBACK,
         "NCCL_SOCKET_IFNAME": LOOPBACK,
         "PYTHONUNBUFFERED": "1",
@@ -233,6 +232,10 @@ def _rendezvous(timeout: float | None) -> Iterator[int]:
         "127.0.0.1", port, None, True, wait, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     try:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except OSError as error:
+        raise OSError(f"127.0.0.1 can't be reached ({error}): switch the loopback interface on") from error
+    try:
         yield port
     finally:
         del store
@@ -246,7 +249,8 @@ def _clean_start(environment: dict[str, str]) -> Iterator[None]:
     script needs no `if __name__ == "__main__"`.
     """
     before, main_module = dict(os.environ), sys.modules["__main__"]
-    with _interrupts_deferred():  # or a process could start that no one remembers
+    # Or a process could start that no one remembers, or be interrupted in the middle of its imports.
+    with _interrupts_deferred(), _interrupts_blocked():
         os.environ.update(environment)
         sys.modules["__main__"] = types.ModuleType("__main__")
         try:
@@ -269,5 +273,15 @@ def _interrupts_deferred() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if late:
-        raise KeyboardInterrupt
+        if late:
+            raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Start processes that no interrupt reaches: Jupyter and terminals send it to the whole group."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -22,8 +22,19 @@ MAX_RESULT_BYTES = 1 << 30
 MAX_SOURCE_BYTES = 1 << 20
 
 
+class Refusal(TypeError):
+    """Something that can't travel. `refusal`: why, and the cure."""
+
+    def __init__(self, why: str, cure: str):
+        super().__init__(f"{why}: {cure}")
+        self.refusal = why, cure
+
+
 class _Pickler(cloudpickle.Pickler):
-    """Send tensors without their graph, and a model without the DDP wrapper that needs a process group to exist."""
+    """Send tensors without their graph, and a model without the DDP wrapper that needs a process group to exist.
+
+    A view of a large tensor travels without the rest of it, so views of one tensor arrive as separate tensors.
+    """
 
     dispatch_table: ClassVar = ChainMap(
         {types.CodeType: lambda code: _reduce_code(code)}, cloudpickle.Pickler.dispatch_table
@@ -32,10 +43,37 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj):
         if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
             return _same, (obj.module,)
-        if type(obj) in (torch.Tensor, torch.nn.Parameter) and (obj.grad_fn is not None or obj.device.type != "cpu"):
-            copy = obj.detach().cpu()
+        if type(obj) in (torch.Tensor, torch.nn.Parameter) and _needs_a_copy(obj):
+            copy = obj.detach().cpu().clone()
             return _same, (copy if type(obj) is torch.Tensor else torch.nn.Parameter(copy, obj.requires_grad),)
         return super().reducer_override(obj)
+
+
+class _ResultPickler(_Pickler):
+    """Also send a class that came from the notebook by its name there.
+
+    By value, it would overwrite the notebook's class with what the rank has made of it.
+    """
+
+    def reducer_override(self, obj):
+        if isinstance(obj, type):
+            tracker = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.get(obj)
+            if tracker in _from_the_notebook:
+                return _notebooks_class, (tracker,)
+        return super().reducer_override(obj)
+
+
+_from_the_notebook: set[str] = set()
+
+
+def _notebooks_class(tracker: str) -> type:
+    return cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID[tracker]
+
+
+def _needs_a_copy(tensor: torch.Tensor) -> bool:
+    if tensor.grad_fn is not None or tensor.device.type != "cpu":
+        return True
+    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > 2 * tensor.nbytes
 
 
 def _reduce_code(code: types.CodeType):
@@ -51,24 +89,37 @@ def _same(obj: Any) -> Any:
     return obj
 
 
-def dumps(obj: Any) -> bytes:
+def dumps(obj: Any, pickler: type[_Pickler] = _Pickler) -> bytes:
     """Pickle by value what other processes can't import. Raises whatever pickling raises."""
     buffer = io.BytesIO()
-    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
+    pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
     return buffer.getvalue()
 
 
 def pack_job(fn, args: tuple, kwargs: dict[str, Any]) -> bytes:
-    """Pickle a call. Raises TypeError that names the part which can't travel, and the cure."""
+    """Pickle a call. Raises Refusal, a TypeError, that names the part which can't travel, and the cure."""
     try:
         return dumps((fn, args, kwargs))
     except Exception as error:
         parts = {fn_name(fn): fn, **dict(zip(_argument_names(fn), args, strict=False)), **kwargs}
         name, culprit = next(_culprits(parts), (fn_name(fn), fn))
-        raise TypeError(
-            f"{name} can't be sent to the ranks, because a {type(culprit).__name__} can't be pickled "
-            f"({error}): create it inside {fn_name(fn)}, or pass what it is made from"
+        raise Refusal(
+            f"{name} can't be sent to the ranks, because a {type(culprit).__name__} can't be pickled ({error})",
+            f"create it inside {fn_name(fn)}, or pass what it is made from",
         ) from error
+
+
+def unpack_job(rank: int, packed: bytes) -> tuple[Any, tuple, dict[str, Any]]:
+    """Return (fn, args, kwargs) in a rank. Raises Refusal when something pickles but can't be rebuilt."""
+    try:
+        job = pickle.loads(packed)
+    except Exception as error:
+        raise Refusal(
+            f"rank {rank} could not rebuild the function or an argument ({type(error).__name__}: {error})",
+            "pass plain values, and build the object inside the function",
+        ) from error
+    _from_the_notebook.update(cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID)
+    return job
 
 
 def _argument_names(fn) -> list[str]:
@@ -79,21 +130,33 @@ def _argument_names(fn) -> list[str]:
 
 
 def pack_result(rank: int, result: Any) -> bytes:
-    """Pickle what a rank returns. Raises TypeError or ValueError that names the culprit and the cure."""
+    """Pickle what a rank returns. Raises Refusal that names the culprit and the cure."""
     try:
-        packed = dumps(result)
+        packed = dumps(result, _ResultPickler)
     except Exception as error:
         name, culprit = next(_culprits({"its result": result}), ("its result", result))
-        raise TypeError(
-            f"rank {rank} finished, but {name} is a {type(culprit).__name__}, which can't be pickled ({error}): "
-            "return numbers, tensors, or a state_dict"
+        raise Refusal(
+            f"rank {rank} finished, but {name} is a {type(culprit).__name__}, which can't be pickled ({error})",
+            "return numbers, tensors, or a state_dict",
         ) from error
     if len(packed) > MAX_RESULT_BYTES:
-        raise ValueError(
+        raise Refusal(
             f"rank {rank} finished, but its result is {len(packed) / 2**30:.1f} GiB and at most "
-            f"{MAX_RESULT_BYTES / 2**30:.0f} GiB can come back: save it to a file and return the path"
+            f"{MAX_RESULT_BYTES / 2**30:.0f} GiB can come back",
+            "save it to a file and return the path",
         )
     return packed
+
+
+def unpack_result(rank: int, packed: bytes) -> Any:
+    """Return what a rank returned. Raises Refusal when it can't be rebuilt here."""
+    try:
+        return pickle.loads(packed)
+    except Exception as error:
+        raise Refusal(
+            f"rank {rank} finished, but its result can't be rebuilt in the notebook ({type(error).__name__}: {error})",
+            "return numbers, tensors, or a state_dict",
+        ) from error
 
 
 def fn_name(fn: Any) -> str:

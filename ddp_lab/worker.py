@@ -6,6 +6,7 @@ a shared queue would let one killed rank take the lock that all others need.
 
 import contextlib
 import faulthandler
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+import urllib.parse
 from collections import deque
 from datetime import timedelta
 from typing import Any
@@ -26,6 +28,8 @@ from ddp_lab import events, transport
 
 SEND_EVERY_SECONDS = 0.05
 MAX_WAITING_EVENTS = 20_000  # about 10 MB: when the notebook is slower than the rank, old metrics go first
+MAX_CAUSES = 8
+MAX_MESSAGE = 1 << 16
 NEVER = timedelta(days=7)
 
 
@@ -33,6 +37,7 @@ def main(_spawn_index: int, rank: int, connection, output) -> None:
     """Run one rank. `connection` carries the job in and messages out, `output` takes what the rank prints."""
     os.setpgid(0, 0)  # a group of its own: Jupyter interrupts the kernel's whole group
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # torch sends it when the kernel dies; _listen ends us better
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked while starting
     reporter = Reporter(connection)
     try:
         _capture_output(output)
@@ -42,13 +47,13 @@ def main(_spawn_index: int, rank: int, connection, output) -> None:
         os.register_at_fork(after_in_child=connection.close)  # or a DataLoader worker would hold the pipe open
         events.set_sink(reporter.event)
         reporter.event("running", {})
-        fn, args, kwargs = pickle.loads(job["call"])
+        fn, args, kwargs = transport.unpack_job(rank, job["call"])
         result = fn(rank, job["world_size"], *args, **kwargs)
         reporter.close("done", transport.pack_result(rank, result))
     except BaseException as error:  # sys.exit and KeyboardInterrupt too: only "done" is success
         with contextlib.suppress(OSError):
             reporter.close("error", describe(error))
-        _end(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
+        _end(error.code & 0xFF if isinstance(error, SystemExit) and type(error.code) is int else 1)
     _end(0)
 
 
@@ -91,24 +96,33 @@ class Reporter:
                 return  # the notebook is gone, and so is this rank in a moment
 
 
-def describe(error: BaseException) -> dict[str, Any]:
-    """Return an error as plain values: type, message, the frames of the learner's code, and what caused it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+def describe(error: BaseException, depth: int = MAX_CAUSES) -> dict[str, Any]:
+    """Return an error as plain values: type, message, the frames of the learner's code, and what came before it."""
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    code = error.code if isinstance(error, SystemExit) else None
     return {
         "type": type(error).__qualname__,
         "message": _message(error),
-        "code": error.code if isinstance(error, SystemExit) else None,
-        "frames": _own_frames(frames),
-        "cause": describe(cause) if cause is not None and cause is not error else None,
+        "code": code if code is None or type(code) in (int, str) else _message(code),
+        "frames": _own_frames(traceback.extract_tb(error.__traceback__)),
+        "notes": _notes(error),
+        "refusal": getattr(error, "refusal", None) if isinstance(error, transport.Refusal) else None,
+        "cause": describe(before, depth - 1) if before is not None and depth > 0 else None,
     }
 
 
-def _message(error: BaseException) -> str:
+def _message(error: Any) -> str:
     try:
-        return str(error)
-    except Exception:
+        return "".join(str(error))[:MAX_MESSAGE]  # join: a subclass of str may not be picklable
+    except BaseException:
         return "(its message can't be shown)"
+
+
+def _notes(error: BaseException) -> list[str]:
+    """What was added with `add_note`, and the members of a group of errors."""
+    members = getattr(error, "exceptions", ()) if isinstance(error, BaseExceptionGroup) else ()
+    notes = [_message(note) for note in getattr(error, "__notes__", ())]
+    return [*notes, *(f"contains {type(member).__qualname__}: {_message(member)}" for member in members)][:20]
 
 
 def _own_frames(frames: traceback.StackSummary) -> list[tuple[str, int, str, str]]:
@@ -139,7 +153,6 @@ def _where() -> list[tuple[str, int, str, str]]:
 
 def _capture_output(output) -> None:
     """Send file descriptors 1 and 2 to the notebook, so that C++ output and a crash's last words are seen as well."""
-    sys.stdout.flush()
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
     output.close()
@@ -160,6 +173,7 @@ def _prepare(job: dict[str, Any]) -> None:
     transport.add_sources(job["sources"])
     threads = os.environ["OMP_NUM_THREADS"].split(",")[0]  # OpenMP knows lists, for nested loops
     torch.set_num_threads(max(1, int(threads)) if threads.isdecimal() else 1)
+    _meet_at(job["port"])
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # a forked process would repeat its server's stream
     timeout = NEVER if job["timeout"] is None else timedelta(seconds=job["timeout"])
@@ -168,10 +182,29 @@ def _prepare(job: dict[str, Any]) -> None:
     dist.distributed_c10d.default_pg_nccl_timeout = timeout
 
 
+def _meet_at(port: int) -> None:
+    """Let `init_process_group(backend)` meet at the store in the notebook, whatever MASTER_ADDR and MASTER_PORT say.
+
+    Many scripts set them, to a host name and a port of their own. Each call gets keys of its own, because a group that
+    is made after another one was destroyed would find that one's addresses. PyTorch has no public way to do this.
+    """
+    calls = itertools.count()
+
+    def handler(url: str, timeout: timedelta = NEVER, **_: Any):
+        query = dict(urllib.parse.parse_qsl(urllib.parse.urlparse(url).query))
+        rank = int(query.get("rank", os.environ["RANK"]))
+        world_size = int(query.get("world_size", os.environ["WORLD_SIZE"]))
+        store = dist.TCPStore("127.0.0.1", port, world_size, False, timeout)
+        yield dist.PrefixStore(f"/call_{next(calls)}", store), rank, world_size
+
+    sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers["env"] = handler
+
+
 def _end(code: int) -> None:
     """End without the interpreter's shutdown: C++ threads of a process group abort in it now and then."""
     for child in multiprocessing.active_children():
         child.terminate()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with contextlib.suppress(Exception):  # the learner may have closed or replaced it
+            stream.flush()
     os._exit(code)

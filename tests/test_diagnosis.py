@@ -2,7 +2,8 @@
 
 import pytest
 
-from ddp_lab.diagnosis import RankError, RankReport, collective, diagnose, without_fault_dump
+from ddp_lab.diagnosis import RankError, RankReport, diagnose
+from ddp_lab.stacks import collective, without_fault_dump
 
 LOST = "[/x/gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:4237. This is typically …"
 TIMED_OUT = "[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete"
@@ -24,8 +25,10 @@ def in_torch(call):
     return [places.get(call, (f"{TORCH}/distributed/distributed_c10d.py", 1, call, ""))]
 
 
-def error(type_, message, frames_=None, code=None):
-    return {"type": type_, "message": message, "code": code, "frames": frames_ or frames(7), "cause": None}
+def error(type_, message, frames_=None, code=None, cause=None, notes=()):
+    stack = frames(7) if frames_ is None else frames_
+    plain = {"type": type_, "message": message, "code": code, "frames": stack, "notes": list(notes)}
+    return {**plain, "refusal": None, "cause": cause}
 
 
 def done(rank, ended=1.0):
@@ -135,10 +138,63 @@ def test_only_lost_connections_still_end_in_a_sentence():
 
 
 def test_the_labs_own_refusal_is_passed_on():
-    message = "rank 1 finished, but its result is a generator, which can't be pickled (why): return numbers"
-    report = RankReport(1, exit_code=1, ended=1.0, error={**error("TypeError", message), "frames": []})
-    verdict = diagnose([done(0), report], 60)
-    assert (verdict.kind, verdict.cure) == ("result", "return numbers")
+    refused = {**error("Refusal", "why: cure", frames_=[]), "refusal": ("rank 1 finished, but …", "return numbers")}
+    verdict = diagnose([done(0), RankReport(1, exit_code=1, ended=1.0, error=refused)], 60)
+    assert (verdict.kind, str(verdict)) == ("result", "rank 1 finished, but …: return numbers.")
+
+
+def test_an_error_is_not_hidden_by_a_barrier_in_its_cleaning_up():
+    late = failed(1, 4.0, "RuntimeError", TIMED_OUT, cause=error("ValueError", "the real one", frames(9)))
+    verdict = diagnose([failed(0, 4.1, "RuntimeError", TIMED_OUT), late], 60, CELLS)
+    assert (verdict.rank, verdict.why) == (
+        1,
+        "Rank 1 failed at Cell In[5], line 9, in fn with ValueError: the real one",
+    )
+
+
+def test_a_victim_that_wraps_its_lost_connection_stays_a_victim():
+    wrapped = failed(0, 1.0, "ValueError", "no gradients", cause=error("RuntimeError", LOST))
+    assert diagnose([wrapped, RankReport(1, exit_code=3, ended=1.2)], 60).rank == 1
+    assert diagnose([wrapped, done(1)], 60).kind == "mismatch"
+
+
+@pytest.mark.parametrize("message", ["download timed out", "broken pipe to my camera"])
+def test_a_learners_own_runtime_error_is_no_victims(message):
+    own = failed(1, 1.0, "RuntimeError", message, frames_=frames(3, "own"))
+    verdict = diagnose([failed(0, 0.9, "RuntimeError", LOST), own], 60, CELLS)
+    assert (verdict.rank, verdict.kind) == (1, "error") and message in verdict.why
+
+
+def test_a_lost_work_handle_is_a_victims_although_no_frame_of_torch_shows():
+    waits = failed(0, 1.0, "RuntimeError", LOST, frames_=[(CELL, 3, "fn", "work.wait()")])
+    assert diagnose([waits, RankReport(1, exit_code=-9, ended=1.1)], 60).rank == 1
+
+
+def test_tensors_of_different_sizes_are_named_where_gloo_aborts():
+    printed = "terminate called after throwing an instance of 'gloo::EnforceNotMet'"
+    verdict = diagnose([RankReport(1, exit_code=-6, ended=1.0, printed=printed)], 60)
+    assert "different sizes" in verdict.why and verdict.cure == "give every rank the same shape and dtype"
+
+
+def test_a_loader_workers_error_says_what_happened():
+    message = (
+        "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most …):\n  File …\nKeyError: 'no 3'"
+    )
+    why = diagnose([failed(0, 1.0, "KeyError", message)], 60).why
+    assert why.endswith("KeyError: KeyError: 'no 3' (in DataLoader worker process 0)")
+
+
+def test_notes_and_earlier_errors_are_in_the_details():
+    report = failed(0, 1.0, "ValueError", "bad", notes=["try again"], cause=error("KeyError", "'x'"))
+    text = "\n".join(diagnose([report], 60, CELLS).details)
+    assert "    try again" in text and "    after KeyError: 'x' at Cell In[5], line 7, in fn" in text
+
+
+def test_a_verdict_has_a_bound():
+    report = failed(0, 1.0, "ValueError", "x" * 10**6, frames_=[(CELL, 7, "fn", "fn()")] * 3000)
+    verdict = diagnose([report], 60)
+    assert len(str(verdict)) < 1000 and len("\n".join(verdict.details)) < 3000
+    assert "(3000 times)" in "\n".join(verdict.details)
 
 
 def test_a_stack_names_its_collective():

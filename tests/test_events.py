@@ -71,6 +71,16 @@ def test_log_refuses_several_elements_by_name_and_shape(logged):
     assert logged == []
 
 
+def test_log_keeps_the_text_of_what_is_no_number(logged):
+    log(hook=print, values=[1, 2], nothing=None)
+    assert logged == [("metrics", {"hook": "<built-in function print>", "values": "[1, 2]", "nothing": None})]
+
+
+def test_a_value_that_cannot_be_read_later_does_not_stop_the_others(logged):
+    log(loss=torch.zeros((), device="meta"), step=3)
+    assert events.plain(logged[0][1]) == {"loss": "not readable (RuntimeError)", "step": 3}
+
+
 def test_log_does_not_read_a_tensor_of_another_device(logged):
     """`meta` stands for a GPU here: reading its value would raise, as reading a GPU's would wait."""
     log(loss=torch.zeros((), device="meta"))

@@ -130,6 +130,20 @@ def test_stop_leaves_no_process_and_a_kernel_that_works(kernel, fast):
     assert kernel.run("ddp_lab.launch(fn, on_event=None).results")[1] == "[6, 6]"
 
 
+@pytest.mark.parametrize("delay", [0.05, 0.5, 1.5])
+@pytest.mark.parametrize("fast", [False, True])
+def test_stop_while_starting_is_as_quiet(kernel, fast, delay):
+    kernel.run(CELL_FUNCTION)
+    request = kernel.start(f"{'ddp_lab.fast_start()' if fast else ''}\nddp_lab.launch(fn, True)")
+    time.sleep(delay)
+    before = psutil.Process(kernel.pid).children(recursive=True)
+    kernel.manager.interrupt_kernel()
+    printed, _, error = kernel.finish(request)
+    assert error and error[0].startswith(("Interrupted: stopped by you", "\x1b[31mKeyboardInterrupt"))
+    assert printed == "" and all_gone([p for p in before if p.name() != "python"])
+    assert kernel.run("ddp_lab.launch(fn, on_event=None).results")[1] == "[6, 6]"
+
+
 @pytest.mark.parametrize("fast", [False, True])
 def test_a_killed_kernel_takes_its_ranks_with_it(kernel, fast):
     kernel.run(CELL_FUNCTION)

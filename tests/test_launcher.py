@@ -1,11 +1,14 @@
 """launch and Run, with real ranks."""
 
+import io
 import os
 import signal
 import sys
 import threading
 import time
+from datetime import timedelta
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -134,8 +137,10 @@ def test_an_error_in_on_event_ends_the_ranks_and_is_raised():
         ((total,), {"world_size": 2.5}, TypeError, "world_size=2.5 is not a whole number"),
         ((total,), {"world_size": "2"}, TypeError, "world_size='2' is not a whole number"),
         ((total,), {"world_size": 10**6}, ValueError, "needs about .* GiB of memory .* use at most"),
-        ((total,), {"timeout": 0}, ValueError, "timeout=0 is not a number of seconds above 0"),
-        ((3,), {}, TypeError, "launch needs a function, and got a int"),
+        ((total,), {"timeout": 0}, ValueError, "timeout=0 is no number of seconds from 0.01 on"),
+        ((total,), {"timeout": True}, ValueError, "timeout=True is no number of seconds"),
+        ((lambda rank, world_size, timeout: 0,), {"timeout": 5}, TypeError, "rename its timeout, which launch keeps"),
+        ((3,), {}, TypeError, "launch needs a function, and got 3"),
         ((total,), {"on_event": 3}, TypeError, "on_event=3 is neither a function"),
         ((lambda rank: rank,), {}, TypeError, "first two parameters take rank and world_size"),
         ((total, 1, 2), {}, TypeError, r"would call total\(rank, world_size, 1, 2\)"),
@@ -159,6 +164,11 @@ def generates(rank, world_size):
 def test_a_generator_is_refused():
     with pytest.raises(TypeError, match="generates is a generator"):
         launch(generates, **QUIET)
+
+
+@pytest.mark.parametrize("timeout", [None, float("inf"), 1e300, np.int64(9)])
+def test_every_sensible_timeout_is_taken(timeout):
+    assert launch(total, timeout=timeout, **QUIET).outcome == "finished"
 
 
 # ---- what goes wrong in a rank ------------------------------------------------------------------------------------
@@ -265,6 +275,116 @@ def test_nothing_is_lost_when_a_rank_fails(capsys):
     assert repr(run) == "Run(2 ranks, failed on rank 1)"
 
 
+def cleans_up_with_a_barrier(rank, world_size):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=1))
+    try:
+        if rank == 1:
+            raise ValueError("the real error")
+        dist.all_reduce(torch.ones(1))
+    finally:
+        dist.barrier()
+
+
+def test_the_real_error_is_told_although_cleaning_up_failed_too():
+    with pytest.raises(RankError, match=r"Rank 1 failed at .* with ValueError: the real error") as raised:
+        launch(cleans_up_with_a_barrier, **QUIET)
+    assert raised.value.rank == 1
+
+
+def wraps(rank, world_size):
+    dist.init_process_group("gloo")
+    if rank == 1:
+        os._exit(3)
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        raise ValueError("no gradients") from error
+
+
+def test_a_victim_that_wraps_its_error_is_not_blamed():
+    with pytest.raises(RankError, match="Rank 1 ended with exit code 3"):
+        launch(wraps, **QUIET)
+
+
+def different_shapes(rank, world_size):
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1 + 2 * rank))
+    dist.barrier()
+
+
+def test_different_shapes_end_in_a_sentence():
+    with pytest.raises(RankError) as raised:
+        launch(different_shapes, timeout=2, **QUIET)
+    assert raised.value.kind in ("death", "hang", "error", "mismatch")
+
+
+def closes_everything(rank, world_size):
+    sys.stdout.close()
+    sys.stderr = None
+    return rank
+
+
+def exits_with(rank, world_size, code):
+    sys.exit(code)
+
+
+def test_a_rank_ends_well_whatever_it_did_to_its_output():
+    run = launch(closes_everything, **QUIET)
+    assert (run.results, run.exit_codes) == ([0, 1], [0, 0])
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [(0, 0), (3, 3), (2**40 + 5, 5), ("text", 1), (None, 1)])
+def test_every_way_to_leave_is_told_as_such(code, exit_code):
+    with pytest.raises(RankError, match=r"Rank 0 left with sys\.exit\(") as raised:
+        launch(exits_with, code, world_size=1, **QUIET)
+    assert raised.value.run.exit_codes == [exit_code]
+
+
+def logs_anything(rank, world_size):
+    ddp_lab.log(loss=1.0)
+    ddp_lab.log(hook=lambda: 1, lock=threading.Lock())
+
+
+def test_logging_what_cannot_travel_costs_nothing():
+    run = launch(logs_anything, **QUIET)
+    assert run.log.series("loss", 1) == ([0], [1.0])
+    assert "lambda" in run.log.series("hook", 0)[1][0]
+
+
+# ---- process groups -----------------------------------------------------------------------------------------------
+
+
+def as_in_the_tutorial(rank, world_size):
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = "12355"
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    dist.destroy_process_group()
+    return ones.item()
+
+
+def test_the_tutorials_own_address_works_and_opens_no_port_of_that_number():
+    assert launch(as_in_the_tutorial, **QUIET).results == [2, 2]
+
+
+def again_and_again(rank, world_size):
+    sums = []
+    for number in range(4):
+        dist.init_process_group("gloo")
+        tensor = torch.tensor([float(number)])
+        dist.all_reduce(tensor)
+        sums.append(tensor.item())
+        dist.destroy_process_group()
+    return sums
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_group_can_be_made_destroyed_and_made_again(world_size):
+    expected = [world_size * number for number in range(4)]
+    assert launch(again_and_again, world_size=world_size, timeout=10, **QUIET).results == [expected] * world_size
+
+
 # ---- output and results -------------------------------------------------------------------------------------------
 
 
@@ -311,6 +431,62 @@ def test_models_and_losses_come_back_usable():
     assert type(run.results[0]["model"]) is torch.nn.Linear
     assert not run.results[1]["loss"].requires_grad
     assert torch.equal(run.results[0]["model"].weight, run.results[1]["model"].weight)
+
+
+def a_class_of_the_notebook():
+    namespace = {"__name__": "__main__"}
+    exec("class Box:\n    size = 1\n    def grown(self):\n        return type(self).size + 1", namespace)
+    return namespace["Box"]
+
+
+def returns_box(rank, world_size, box_class):
+    box_class.size = 100
+    return box_class()
+
+
+def test_an_object_of_the_notebooks_class_comes_back_as_one_and_leaves_the_class_alone():
+    box_class = a_class_of_the_notebook()
+    grown = box_class.grown
+    boxes = launch(returns_box, box_class, **QUIET).results
+    assert [type(box) is box_class for box in boxes] == [True, True]
+    assert (box_class.size, box_class.grown) == (1, grown)
+
+
+class Fragile(Exception):
+    def __init__(self, one, two):
+        super().__init__(one)
+
+
+def returns_fragile(rank, world_size):
+    return Fragile(1, 2) if rank else "kept"
+
+
+def test_a_result_that_cannot_be_rebuilt_costs_no_other_result():
+    with pytest.raises(RankError, match="rank 1 finished, but its result can't be rebuilt") as raised:
+        launch(returns_fragile, **QUIET)
+    assert raised.value.run.results == ["kept", None]
+
+
+class ClosesBadly(Display):
+    def close(self, run):
+        raise LookupError("mine")
+
+
+def test_a_display_that_cannot_be_closed_costs_no_result():
+    with pytest.warns(UserWarning, match="LookupError: mine"):
+        assert launch(sleeps, 0, on_event=ClosesBadly()).outcome == "finished"
+
+
+def test_output_reaches_a_terminal_that_knows_few_characters(monkeypatch):
+    ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", ascii_only)
+    launch(says, "café", world_size=1, **QUIET)
+    ascii_only.flush()
+    assert ascii_only.buffer.getvalue() == b"[rank 0] caf\\xe9\n"
+
+
+def says(rank, world_size, text):
+    print(text)
 
 
 def changes(rank, world_size, tensor):

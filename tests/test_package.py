@@ -12,8 +12,8 @@ import ddp_lab
 
 FOLDER = Path(ddp_lab.__file__).parent
 LAYERS = {
-    0: {"charts", "data", "devices", "events", "hello", "models", "transport"},
-    1: {"diagnosis", "progress", "train", "worker"},
+    0: {"charts", "data", "devices", "events", "hello", "models", "progress", "stacks", "transport"},
+    1: {"calls", "diagnosis", "train", "worker"},
     2: {"figures", "processes", "terminal"},
     3: {"dashboard"},
     4: {"launcher", "machine"},

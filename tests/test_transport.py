@@ -62,7 +62,7 @@ def test_a_result_that_cannot_come_back_is_named():
 
 def test_a_result_that_is_too_large_is_refused_with_its_size(monkeypatch):
     monkeypatch.setattr(transport, "MAX_RESULT_BYTES", 1000)
-    with pytest.raises(ValueError, match=r"rank 0 finished, but its result is .* GiB .*: save it to a file"):
+    with pytest.raises(TypeError, match=r"rank 0 finished, but its result is .* GiB .*: save it to a file"):
         transport.pack_result(0, torch.zeros(1000))
 
 
@@ -89,3 +89,21 @@ def test_a_cells_text_can_be_shown_in_another_process(monkeypatch):
     linecache.cache.clear()
     transport.add_sources(sources)
     assert linecache.getline("cell-1", 1) == "x=1\n"
+
+
+def test_a_view_travels_without_the_rest_of_its_tensor():
+    packed = transport.dumps(torch.zeros(1_000_000)[:2])
+    assert len(packed) < 10_000 and pickle.loads(packed).tolist() == [0, 0]
+
+
+class Fragile(Exception):
+    def __init__(self, one, two):
+        super().__init__(one)
+
+
+def test_what_pickles_but_cannot_be_rebuilt_is_refused_in_a_sentence():
+    packed = transport.dumps(Fragile(1, 2))
+    with pytest.raises(transport.Refusal, match=r"rank 1 finished, but its result can't be rebuilt .*: return numbers"):
+        transport.unpack_result(1, packed)
+    with pytest.raises(transport.Refusal, match="rank 1 could not rebuild the function or an argument"):
+        transport.unpack_job(1, packed)

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -63,6 +64,37 @@ class Unprintable(Exception):
 
 def test_an_error_that_cannot_be_printed_is_still_described():
     assert worker.describe(Unprintable())["message"] == "(its message can't be shown)"
+
+
+def chain_of(length):
+    error = None
+    for number in range(length):
+        new = ValueError(number)
+        new.__cause__ = error
+        error = new
+    return error
+
+
+def group_with_a_note():
+    group = ExceptionGroup("two things", [ValueError("one"), KeyError("two")])
+    group.add_note("look twice")
+    return group
+
+
+def circle():
+    one, two = ValueError("one"), ValueError("two")
+    one.__cause__, two.__cause__ = two, one
+    return one
+
+
+@pytest.mark.parametrize("error", [chain_of(1000), circle(), SystemExit(threading.Lock()), group_with_a_note()])
+def test_every_error_can_be_described_and_sent(error):
+    assert len(pickle.dumps(worker.describe(error))) < 100_000
+
+
+def test_notes_and_members_of_a_group_are_described():
+    notes = worker.describe(group_with_a_note())["notes"]
+    assert notes == ["look twice", "contains ValueError: one", "contains KeyError: 'two'"]
 
 
 def draws(rank, world_size):
