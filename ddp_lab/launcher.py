@@ -79,15 +79,16 @@ def launch(
     try:
         world_size, timeout = calls.check(fn, args, kwargs, world_size, timeout, on_event)
         call = transport.pack_job(fn, args, kwargs)
-        display = _display(on_event, world_size)
     except (TypeError, ValueError) as refusal:
         raise diagnosis.shown_in_one_line(refusal) from refusal.__cause__
     run = Run(world_size)
     started = time.monotonic()
     ranks: list[Rank] = []
+    display = None
     try:
         with processes.running(world_size, call, timeout) as ranks:
             try:
+                display = _display(on_event, world_size)  # its imports take a second, in which the ranks start
                 _watch(ranks, run.log, display)
             except KeyboardInterrupt:
                 _ask_where(ranks, wait=True)

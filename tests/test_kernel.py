@@ -66,9 +66,20 @@ class Kernel:
             self.manager.shutdown_kernel(now=True)
 
 
-@pytest.fixture
-def kernel():
+@pytest.fixture(scope="module", params=["spawn", "fast_start"])
+def kernel(request):
+    """A kernel that several tests share, which is a test by itself: whatever one breaks, the next must find whole."""
     kernel = Kernel()
+    kernel.run(CELL_FUNCTION)
+    kernel.run("ddp_lab.fast_start()" if request.param == "fast_start" else "")
+    yield kernel
+    kernel.close()
+
+
+@pytest.fixture
+def own_kernel():
+    kernel = Kernel()
+    kernel.run(CELL_FUNCTION)
     yield kernel
     kernel.close()
 
@@ -93,30 +104,26 @@ def all_gone(processes, seconds=3):
 
 
 def test_a_cells_function_class_and_globals_reach_the_ranks(kernel):
-    assert kernel.run(CELL_FUNCTION)[2] == []
     printed, shown, error = kernel.run("ddp_lab.launch(fn, on_event=None).results")
     assert (printed, shown, error) == ("", "[6, 6]", [])
     assert kernel.run("factor = 5; ddp_lab.launch(fn, on_event=None).results")[1] == "[15, 15]"
+    kernel.run("factor = 2")
 
 
 def test_an_error_shows_the_cells_lines_and_nothing_of_the_launcher(kernel):
-    kernel.run(CELL_FUNCTION)
     error = "\n".join(kernel.run("factor = 3; ddp_lab.launch(fn, on_event=None)")[2])
+    kernel.run("factor = 2")
     assert error.startswith("RankError: Rank 1 failed at Cell In[1], line 12, in fn with ValueError: wrong factor")
     assert '    raise ValueError("wrong factor")' in error
     assert "launcher.py" not in error and "\x1b" not in error and "ipykernel" not in error
 
 
 def test_the_live_output_ends_as_one_picture_with_a_constant_text(kernel):
-    kernel.run(CELL_FUNCTION)
     request = kernel.start("run = ddp_lab.launch(fn)")
     assert kernel.finish(request)[1:] == ("DDP Lab: 2 ranks", [])
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_stop_leaves_no_process_and_a_kernel_that_works(kernel, fast):
-    kernel.run(CELL_FUNCTION)
-    kernel.run("ddp_lab.fast_start()" if fast else "")
+def test_stop_leaves_no_process_and_a_kernel_that_works(kernel):
     request = kernel.start("ddp_lab.launch(fn, True)")
     ranks = ranks_of(kernel.pid, 2)
     time.sleep(1.5)
@@ -130,23 +137,24 @@ def test_stop_leaves_no_process_and_a_kernel_that_works(kernel, fast):
     assert kernel.run("ddp_lab.launch(fn, on_event=None).results")[1] == "[6, 6]"
 
 
-@pytest.mark.parametrize("delay", [0.05, 0.5, 1.5])
+@pytest.mark.parametrize("delay", [0.2, 1.5])
 @pytest.mark.parametrize("fast", [False, True])
-def test_stop_while_starting_is_as_quiet(kernel, fast, delay):
-    kernel.run(CELL_FUNCTION)
+def test_stop_while_starting_is_as_quiet(own_kernel, fast, delay):
+    kernel = own_kernel
     request = kernel.start(f"{'ddp_lab.fast_start()' if fast else ''}\nddp_lab.launch(fn, True)")
     time.sleep(delay)
-    before = psutil.Process(kernel.pid).children(recursive=True)
     kernel.manager.interrupt_kernel()
     printed, _, error = kernel.finish(request)
-    assert error and error[0].startswith(("Interrupted: stopped by you", "\x1b[31mKeyboardInterrupt"))
-    assert printed == "" and all_gone([p for p in before if p.name() != "python"])
+    in_launch = error[0].startswith("Interrupted: stopped by you; all 2 ranks have ended")
+    assert in_launch or "fast_start" in "".join(error)
+    assert printed == "" and len(error) < 60
+    assert not [p for p in psutil.Process(kernel.pid).children() if os.getpgid(p.pid) == p.pid]
     assert kernel.run("ddp_lab.launch(fn, on_event=None).results")[1] == "[6, 6]"
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_a_killed_kernel_takes_its_ranks_with_it(kernel, fast):
-    kernel.run(CELL_FUNCTION)
+def test_a_killed_kernel_takes_its_ranks_with_it(own_kernel, fast):
+    kernel = own_kernel
     kernel.run("ddp_lab.fast_start()" if fast else "")
     kernel.start("ddp_lab.launch(fn, True)")
     ranks = ranks_of(kernel.pid, 2)
@@ -157,8 +165,8 @@ def test_a_killed_kernel_takes_its_ranks_with_it(kernel, fast):
     assert all_gone(everything)
 
 
-def test_a_restarted_kernel_takes_its_ranks_with_it(kernel):
-    kernel.run(CELL_FUNCTION)
+def test_a_restarted_kernel_takes_its_ranks_with_it(own_kernel):
+    kernel = own_kernel
     kernel.start("ddp_lab.launch(fn, True)")
     ranks = ranks_of(kernel.pid, 2)
     kernel.manager.restart_kernel(now=True)
@@ -169,8 +177,8 @@ def test_two_kernels_at_once_do_not_disturb_each_other(kernel):
     other = Kernel()
     try:
         requests = []
-        for place, each in enumerate((kernel, other)):
-            each.run(CELL_FUNCTION.replace("size = 3", f"size = {place + 3}"))
+        other.run(CELL_FUNCTION.replace("size = 3", "size = 4"))
+        for each in (kernel, other):
             requests.append((each, each.start("ddp_lab.launch(fn, on_event=None).results")))
         assert [each.finish(request)[1] for each, request in requests] == ["[6, 6]", "[8, 8]"]
     finally:
