@@ -25,7 +25,7 @@ setup:
 
 lab: setup
 	@$(IN_VENV) JUPYTER_PREFER_ENV_PATH=1 .venv/bin/python -m jupyterlab $(AS_ROOT) \
-		--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(ARGS)
+		--LabApp.news_url=None --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(ARGS)
 
 train: setup
 	@$(IN_VENV) .venv/bin/python -m ddp_lab $(ARGS)

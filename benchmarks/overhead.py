@@ -1,26 +1,33 @@
 """What the live dashboard costs: `python benchmarks/overhead.py [ROUNDS]`.
 
-Trains with two ranks, in turn from a notebook kernel with the dashboard and under `torchrun`, and compares the samples
-per second of the slower rank, from the second epoch on.
+Trains with two ranks, in turn from a notebook kernel with the dashboard, from the same kernel without it, and under
+`torchrun`, and compares the samples per second of the slower rank, from the second epoch on.
 """
 
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from jupyter_client.manager import KernelManager
 
 WORLD_SIZE = 2
-EPOCHS = {"simplenet": 12, "convnet": 6}
+EPOCHS = {"simplenet": 40, "convnet": 6}
 TRAIN_IMAGES = 4000
-CELL = """
+FIRST_CELL = """
 import json, ddp_lab
 from pathlib import Path
-run = ddp_lab.launch(ddp_lab.train, world_size={world_size}, model={model!r}, epochs={epochs})
+ddp_lab.fast_start()
+ddp_lab.launch(ddp_lab.hello)
+"""
+CELL = """
+run = ddp_lab.launch(ddp_lab.train, world_size={world_size}, model={model!r}, epochs={epochs}, on_event={on_event!r})
 Path({path!r}).write_text(json.dumps([result["seconds"] for result in run.results]))
 """
 
@@ -31,21 +38,31 @@ def samples_per_second(seconds_by_rank: list[list[float]]) -> float:
     return TRAIN_IMAGES / statistics.median(slower[1:])
 
 
-def in_a_notebook(model: str, folder: Path) -> float:
-    path = folder / "notebook.json"
+@contextlib.contextmanager
+def notebook() -> Iterator[Callable[..., float]]:
+    """Start a kernel; yield a function that trains in it and returns the samples per second."""
     manager = KernelManager(kernel_name="python3")
     manager.start_kernel(env={**os.environ, "OMP_NUM_THREADS": "1"})
     client = manager.blocking_client()
     client.start_channels()
-    try:
-        client.wait_for_ready(timeout=60)
-        cell = CELL.format(world_size=WORLD_SIZE, model=model, epochs=EPOCHS[model], path=str(path))
+
+    def execute(cell: str) -> None:
         reply = client.execute_interactive(cell, timeout=300, output_hook=lambda message: None)
         assert reply["content"]["status"] == "ok", reply["content"]
+
+    def train(model: str, folder: Path, on_event: str | None) -> float:
+        path = folder / "notebook.json"
+        options = {"world_size": WORLD_SIZE, "model": model, "epochs": EPOCHS[model], "on_event": on_event}
+        execute(CELL.format(path=str(path), **options))
+        return samples_per_second(json.loads(path.read_text()))
+
+    try:
+        client.wait_for_ready(timeout=60)
+        execute(FIRST_CELL)
+        yield train
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
-    return samples_per_second(json.loads(path.read_text()))
 
 
 def under_torchrun(model: str, folder: Path) -> float:
@@ -63,16 +80,32 @@ def be_a_rank(model: str, folder: Path) -> None:
 
 
 def main(rounds: int) -> None:
-    for model in EPOCHS:
-        ratios, speeds = [], []
-        for _ in range(rounds):
-            with tempfile.TemporaryDirectory() as folder:
-                speeds.append((in_a_notebook(model, Path(folder)), under_torchrun(model, Path(folder))))
-            ratios.append(speeds[-1][0] / speeds[-1][1])
-        live, bare = (statistics.median(column) for column in zip(*speeds, strict=True))
+    with notebook() as in_a_notebook:
+        for model in EPOCHS:
+            ways = {
+                "dashboard": partial(in_a_notebook, on_event="auto"),
+                "no dashboard": partial(in_a_notebook, on_event=None),
+                "torchrun": under_torchrun,
+            }
+            compare(model, ways, rounds)
+
+
+def compare(model: str, ways: dict[str, Callable[[str, Path], float]], rounds: int) -> None:
+    """Let the ways take turns, in both orders, and print the ratios of the first to the others within the rounds."""
+    speeds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            for name in list(ways) if number % 2 else reversed(ways):
+                speeds[name].append(ways[name](model, Path(folder)))
+    first, *others = speeds
+    print(f"{model}, {rounds} rounds: {statistics.median(speeds[first]):,.0f} samples/s with the {first}")
+    for other in others:
+        ratios = sorted(live / bare for live, bare in zip(speeds[first], speeds[other], strict=True))
+        quarter = rounds // 4
         print(
-            f"{model}: {live:,.0f} samples/s with the dashboard, {bare:,.0f} under torchrun; "
-            f"ratio {statistics.median(ratios):.3f} (from {min(ratios):.3f} to {max(ratios):.3f})"
+            f"    ratio to {other}: {statistics.median(ratios):.3f} "
+            f"(half of the rounds between {ratios[quarter]:.3f} and {ratios[-1 - quarter]:.3f})",
+            flush=True,
         )
 
 
@@ -80,4 +113,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
         be_a_rank(sys.argv[2], Path(sys.argv[3]))
     else:
-        main(int(sys.argv[1]) if len(sys.argv) > 1 else 5)
+        main(int(sys.argv[1]) if len(sys.argv) > 1 else 12)

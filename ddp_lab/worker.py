@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ddp_lab import events, transport
 
-SEND_EVERY_SECONDS = 0.05
+SEND_EVERY_SECONDS = 0.1
 MAX_WAITING_EVENTS = 20_000  # about 10 MB: when the notebook is slower than the rank, old metrics go first
 MAX_CAUSES = 8
 MAX_MESSAGE = 1 << 16
