@@ -13,7 +13,7 @@ import psutil
 from ddp_lab.devices import choose_backend
 from ddp_lab.transport import fn_name
 
-BYTES_PER_RANK = 300 << 20
+BYTES_PER_RANK = 300 << 20  # an idle rank's; it is the bound for a slip of the keyboard, not advice
 LONGEST_SECONDS = 7 * 24 * 3600.0  # beyond it the backends' own arithmetic overflows
 OWN_OPTIONS = ("world_size", "timeout", "on_event")
 

@@ -255,6 +255,8 @@ def _detail(report: RankReport, names: dict[str, str]) -> list[str]:
     if not report.stopped:
         last = stacks.without_fault_dump(report.printed).strip().splitlines()[-8:]
         return [f"Rank {report.rank}: exit code {report.exit_code}", *(f"    {gist(line)}" for line in last)]
+    if report.where == []:
+        return [f"Rank {report.rank}: ended by the lab, before it reached your function"]
     frames = stacks.lines(report.where, names) if report.where else []
     return [f"Rank {report.rank}: ended by the lab{', when it was here' if frames else ''}", *frames]
 

@@ -135,7 +135,7 @@ class _Printer:
 
     def __call__(self, kind: str, data: dict[str, Any]) -> None:
         now = time.monotonic()
-        if now - self.last < PRINT_EVERY_SECONDS:
+        if now - self.last < PRINT_EVERY_SECONDS or "total_steps" in data:  # which is for a progress bar
             return
         self.last = now
         shown = ", ".join(

@@ -3,10 +3,12 @@
     from a cell:            ddp_lab.launch(ddp_lab.train, world_size=2)
     one process:            python -m ddp_lab.train
     two, on one machine:    torchrun --standalone --nproc_per_node=2 -m ddp_lab.train
-    two machines of four:   torchrun --nnodes=2 --nproc_per_node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 \\
+    on each of two machines, four ranks each:
+                            torchrun --nnodes=2 --nproc_per_node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 \\
                                 -m ddp_lab.train
 
-All of them call `train(rank, world_size, …)`, and with the same seed and world size they give the same weights.
+All of them call `train(rank, world_size, …)`. With the same seed and world size, on one kind of machine, they give the
+same weights.
 Source of the recipe: https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html
 """
 

@@ -48,6 +48,7 @@ def main(_spawn_index: int, rank: int, connection, output) -> None:
         events.set_sink(reporter.event)
         reporter.event("running", {})
         fn, args, kwargs = transport.unpack_job(rank, job["call"])
+        _reached.set()
         result = fn(rank, job["world_size"], *args, **kwargs)
         reporter.close("done", transport.pack_result(rank, result))
     except BaseException as error:  # sys.exit and KeyboardInterrupt too: only "done" is success
@@ -146,7 +147,13 @@ def _listen(connection, reporter: Reporter) -> None:
     os.killpg(0, signal.SIGKILL)  # this rank and what it started, such as DataLoader workers
 
 
+_reached = threading.Event()  # the learner's function
+
+
 def _where() -> list[tuple[str, int, str, str]]:
+    """The stack of the learner's function; nothing while the lab's own preparations run."""
+    if not _reached.is_set():
+        return []
     frame = sys._current_frames().get(threading.main_thread().ident)
     return _own_frames(traceback.extract_stack(frame))
 

@@ -197,6 +197,11 @@ def test_a_verdict_has_a_bound():
     assert "(3000 times)" in "\n".join(verdict.details)
 
 
+def test_a_rank_that_was_ended_early_is_said_to_have_been():
+    reports = [failed(0, 1.0, "ValueError", "bad"), stopped(1, [])]
+    assert diagnose(reports, 60).details[-1] == "Rank 1: ended by the lab, before it reached your function"
+
+
 def test_a_stack_names_its_collective():
     assert collective(frames(1)) == "all_reduce"
     assert collective(frames(1, "backward")) == "backward, where DDP averages gradients"
