@@ -145,7 +145,7 @@ def test_make_lists_targets_that_exist():
         return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
     targets = re.findall(r"^make (\w+)  ", make(), flags=re.MULTILINE)
-    assert targets == ["lab", "train", "test", "setup"]
+    assert targets == ["lab", "train", "test", "setup", "notebooks"]
     for target in targets:
         assert ".ci/set_up.sh" in make("--dry-run", target)
     assert "-m ddp_lab --model convnet" in make("--dry-run", "train", "ARGS=--model convnet")
