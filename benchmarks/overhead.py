@@ -62,7 +62,7 @@ def notebook() -> Iterator[Callable[..., float]]:
         yield train
     finally:
         client.stop_channels()
-        manager.shutdown_kernel(now=True)
+        manager.shutdown_kernel()
 
 
 def under_torchrun(model: str, folder: Path) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddp_lab import calls, diagnosis, processes, stacks, transport
+from ddp_lab.charts import count
 from ddp_lab.events import Event, EventLog
 from ddp_lab.processes import Rank, fast_start
 
@@ -49,7 +50,7 @@ class Run:
         return figures.loss(self.log)
 
     def __repr__(self) -> str:
-        return f"Run({self.world_size} rank{'' if self.world_size == 1 else 's'}, {self.outcome})"
+        return f"Run({count(self.world_size, 'rank')}, {self.outcome})"
 
 
 def launch(
@@ -236,4 +237,5 @@ def _print(line: str) -> None:
     try:
         print(line)
     except UnicodeEncodeError:  # a terminal that does not know all characters
-        print(line.encode(sys.stdout.encoding or "ascii", "backslashreplace").decode(sys.stdout.encoding or "ascii"))
+        known = sys.stdout.encoding or "ascii"
+        print(line.encode(known, "backslashreplace").decode(known))

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import psutil
 import pytest
 
 import ddp_lab
+from ddp_lab import machine
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +30,14 @@ def nothing_left():
     assert listening(me) == before[1]
     assert pipes() <= before[2]
     assert error_files() <= before[3]
+
+
+@pytest.fixture
+def plain_environment(monkeypatch):
+    """Unset the variables that the doctor judges."""
+    for name in list(os.environ):
+        if any(re.fullmatch(pattern, name) for pattern in machine.VARIABLES):
+            monkeypatch.delenv(name)
 
 
 def return_rank(rank, world_size):

@@ -25,11 +25,7 @@ Usage = namedtuple("Usage", "total used free")
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch):
-    for name in list(os.environ):
-        if any(re.fullmatch(pattern, name) for pattern in machine.VARIABLES):
-            monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("plain_environment")
 
 
 @pytest.fixture

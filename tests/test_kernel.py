@@ -63,7 +63,7 @@ class Kernel:
     def close(self):
         self.client.stop_channels()
         with contextlib.suppress(RuntimeError, queue.Empty):
-            self.manager.shutdown_kernel(now=True)
+            self.manager.shutdown_kernel()  # not at once: Python removes its temporary files then
 
 
 @pytest.fixture(scope="module", params=["spawn", "fast_start"])

@@ -20,11 +20,7 @@ MIB = 1 << 20
 WITHOUT_GPU = """print('found {"threads": 2, "gpus": 0, "cuda": "13.0", "gloo": "", "names": []}')"""
 
 
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch):
-    for name in list(os.environ):
-        if any(re.fullmatch(pattern, name) for pattern in machine.VARIABLES):
-            monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("plain_environment")
 
 
 @pytest.fixture
