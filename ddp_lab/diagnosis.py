@@ -11,19 +11,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ddp_lab import stacks
+from ddp_lab import mismatch, stacks
+from ddp_lab.mismatch import SAME_CALLS
 from ddp_lab.stacks import OWN_CODE, Frame, collective, gist, place
+from ddp_lab.tracing import Collective
 
 LOST_CONNECTION = re.compile(
     r"connection closed by peer|connection reset by peer|broken pipe|connection refused|socket closed|"
     r"remote process exited|communicator was aborted|failed to recv",
     re.IGNORECASE,
 )
-TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
-FROM_A_BACKEND = re.compile(r"gloo|nccl|c10d|tcpstore", re.IGNORECASE)
+TIMED_OUT = re.compile(r"timed out|timeout|failed to pass monitoredBarrier", re.IGNORECASE)
+FROM_A_BACKEND = re.compile(r"gloo|nccl|c10d|tcpstore|monitoredBarrier", re.IGNORECASE)
 WRONG_SIZE = re.compile(r"EnforceNotMet|received data size", re.IGNORECASE)
 TORCH_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
-SAME_CALLS = "let every rank make the same collective calls in the same order, with the same arguments"
 TRACE_CURE = "the traceback below shows how it came there"
 SIGNAL_MEANS = {
     "SIGKILL": (
@@ -45,7 +46,7 @@ class RankReport:
     """What is known of one rank when the run has ended.
 
     ended: seconds since the epoch; error: `worker.describe`, if it reported one; stopped: the lab ended it;
-    where: its Python stack, outermost frame first, if the lab asked.
+    where: its Python stack, outermost frame first, if the lab asked; calls: the collectives that it called.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class RankReport:
     error: dict[str, Any] | None = None
     where: list[Frame] | None = None
     printed: str = ""
+    calls: list[Collective] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -113,21 +115,55 @@ def diagnose(reports: list[RankReport], timeout: float | None, cells: dict[str, 
 
     timeout: seconds that a rank may wait in one collective; cells: the notebook's name of each cell's file.
     """
-    failed = sorted((r for r in reports if not r.done and not r.stopped), key=lambda r: r.ended)
-    if not failed:
-        return None
     names = cells or {}
-    return replace(_verdict(failed, reports, timeout, names), details=details(reports, names))
+    failed = sorted((r for r in reports if not r.done and not r.stopped), key=lambda r: r.ended)
+    verdict = _verdict(failed, reports, timeout, names) if failed else _unnoticed(reports, names)
+    return verdict and replace(verdict, details=details(reports, names))
 
 
 def _verdict(failed: list[RankReport], reports: list[RankReport], timeout: float | None, names: dict) -> Verdict:
+    parting = mismatch.first_parting(_calls(reports))
     own = [r for r in failed if not is_victim(r)]
-    if own:
+    if own and not (parting and _in_a_collective(own[0])):
         return _blame(own[0], names)
+    if parting:
+        return _parted(parting, reports, names)
     timed_out = [r for r in failed if TIMED_OUT.search(_lost(r.error)["message"])]
     if timed_out:
         return _hang(min(timed_out, key=lambda r: r.rank), reports, timeout, names)
     return _left_alone(min(failed, key=lambda r: r.rank), reports, names)
+
+
+def _calls(reports: list[RankReport]) -> mismatch.Calls:
+    return {report.rank: report.calls for report in reports}
+
+
+def _in_a_collective(report: RankReport) -> bool:
+    """Whether it failed in what PyTorch does with other ranks: then a difference between them explains more."""
+    if report.error is None:
+        return bool(WRONG_SIZE.search(report.printed))
+    error = _own_error(report.error)
+    return error["type"] in TORCH_ERRORS and collective(error["frames"]) != OWN_CODE
+
+
+def _parted(parting: mismatch.Parting, reports: list[RankReport], names: dict[str, str]) -> Verdict:
+    call, other, calls = parting.call, parting.other, _calls(reports)
+    why = f"Rank {call.rank} called {mismatch.said(call, names)} where rank {other.rank} called "
+    counts = mismatch.tally(other, calls) or mismatch.tally(call, calls)
+    return Verdict("mismatch", call.rank, why + mismatch.said(other, names) + counts, mismatch.cure(call, other, calls))
+
+
+def _unnoticed(reports: list[RankReport], names: dict[str, str]) -> Verdict | None:
+    """No rank failed, and yet they did not call the same: they wait for ever, or what they computed is wrong."""
+    calls = _calls(reports)
+    parting = mismatch.first_parting(calls, tolerant=True)
+    if parting:
+        return _parted(parting, reports, names)
+    rank, call = (all(r.done for r in reports) and mismatch.left_out(calls)) or (None, None)
+    if call is None:
+        return None
+    why = f"Rank {rank} returned without a call that rank {call.rank} made: {mismatch.said(call, names)}"
+    return Verdict("mismatch", rank, why + mismatch.tally(call, calls), mismatch.cure(call, None, calls))
 
 
 def is_victim(report: RankReport) -> bool:
@@ -204,18 +240,30 @@ def _hang(waiting: RankReport, reports: list[RankReport], timeout: float | None,
     """The rank that waited is innocent: name the rank that never came."""
     frames = _lost(waiting.error)["frames"]
     waited = f"Rank {waiting.rank} waited {_seconds(waiting, timeout)} in {collective(frames)}{place(frames, names)}"
-    absent = next((r for r in reports if r.done), None)
+    others, counts, cure = _awaited(waiting, reports)
+    absent = next((r for r in others if r.done), None)
     if absent:
-        return Verdict("hang", absent.rank, f"{waited} for rank {absent.rank}, which had already returned", SAME_CALLS)
-    others = [r for r in reports if r is not waiting]
+        why = f"{waited} for rank {absent.rank}, which had already returned{counts}"
+        return Verdict("hang", absent.rank, why, cure)
     apart = next((r for r in others if collective(_frames(r)) == OWN_CODE), None)
     if apart:
-        why = f"{waited} for rank {apart.rank}, which was{place(_frames(apart), names) or ' elsewhere'}"
-        return Verdict("hang", apart.rank, why, "let that rank reach the same call, or raise launch's timeout")
+        why = f"{waited} for rank {apart.rank}, which was{place(_frames(apart), names) or ' elsewhere'}{counts}"
+        slow = "let that rank reach the same call, or raise launch's timeout"
+        return Verdict("hang", apart.rank, why, slow if cure == SAME_CALLS else cure)
     other = next((r for r in others if _frames(r)), None)
     if other:
-        waited += f", while rank {other.rank} was in {collective(_frames(other))}{place(_frames(other), names)}"
-    return Verdict("hang", waiting.rank, waited, SAME_CALLS)
+        waited += f", while rank {other.rank} was in {collective(_frames(other))}{place(_frames(other), names)}{counts}"
+    return Verdict("hang", waiting.rank, waited, cure)
+
+
+def _awaited(waiting: RankReport, reports: list[RankReport]) -> tuple[list[RankReport], str, str]:
+    """Return (the ranks that may have kept it waiting, what the counts of its call say, the cure)."""
+    calls, call = _calls(reports), mismatch.unfinished(waiting.calls)
+    others = [r for r in reports if r is not waiting]
+    if call is None:
+        return others, "", SAME_CALLS
+    never_came = [r for r in others if r.rank in mismatch.missing(call, calls)]
+    return never_came or others, mismatch.tally(call, calls), mismatch.cure(call, None, calls)
 
 
 def _seconds(waiting: RankReport, timeout: float | None) -> str:
@@ -229,11 +277,12 @@ def _left_alone(victim: RankReport, reports: list[RankReport], names: dict[str, 
     """Only lost connections: a rank went on to a collective that another rank, already done, never called."""
     frames = _lost(victim.error)["frames"]
     waited = f"Rank {victim.rank} lost its connection in {collective(frames)}{place(frames, names)}"
-    absent = next((r for r in reports if r.done), None)
+    others, counts, cure = _awaited(victim, reports)
+    absent = next((r for r in others if r.done), None)
     if absent is None:
         return Verdict("error", victim.rank, waited, "see what each rank was doing, below")
-    why = f"{waited}, because rank {absent.rank} had already returned without that call"
-    return Verdict("mismatch", absent.rank, why, SAME_CALLS)
+    why = f"{waited}, because rank {absent.rank} had already returned without that call{counts}"
+    return Verdict("mismatch", absent.rank, why, cure)
 
 
 def _frames(report: RankReport) -> list[Frame]:

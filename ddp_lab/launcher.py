@@ -9,16 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddp_lab import calls, diagnosis, processes, stacks, transport
+from ddp_lab import calls, diagnosis, mismatch, processes, stacks, transport
 from ddp_lab.charts import count
 from ddp_lab.events import Event, EventLog
 from ddp_lab.processes import Rank, fast_start
+from ddp_lab.tracing import Collective
 
 __all__ = ["Run", "fast_start", "launch"]
 
 TICK_SECONDS = 0.1
 GRACE_SECONDS = 0.5  # after a failure: long enough for the other ranks to say what they met
 LONG_GRACE_SECONDS = 1.2  # when only victims have spoken so far
+STUCK_SECONDS = 1.0  # after which a call that can't end is not waited for any longer
 STACK_SECONDS = 0.5  # a rank that has not finished importing can't answer
 SHOWN_LINES = 400
 
@@ -28,7 +30,8 @@ class Run:
     """What a launch leaves.
 
     results: what each rank returned, None where it returned nothing or failed; exit_codes: one per rank, None while
-    it runs; log: every event, in the order of arrival; seconds: from the call of `launch` to the end.
+    it runs; log: every event, in the order of arrival; seconds: from the call of `launch` to the end; trace: the
+    collectives that each rank called, the latest 4,000 of each, by rank and in the order of its calls.
     """
 
     world_size: int
@@ -38,6 +41,7 @@ class Run:
     seconds: float = 0.0
     outcome: str = "running"
     outputs: list[str] = field(default_factory=list)
+    trace: list[Collective] = field(default_factory=list)
 
     def output(self, rank: int) -> str:
         """What one rank printed. Of very long output the beginning and the end."""
@@ -139,10 +143,22 @@ def _watch(ranks: list[Rank], log: EventLog, display: Callable[[Event], None] | 
         if failed and give_up == math.inf:
             give_up = time.monotonic() + LONG_GRACE_SECONDS
             _ask_where(ranks)
+        if give_up == math.inf and _stuck(ranks):
+            give_up = time.monotonic() + GRACE_SECONDS
+            _ask_where(ranks)
         if any(not diagnosis.is_victim(_report(rank)) for rank in failed):
             give_up = min(give_up, time.monotonic() + GRACE_SECONDS)
         if time.monotonic() >= give_up:
             return
+
+
+def _stuck(ranks: list[Rank]) -> bool:
+    """Whether a rank waits in a call that another rank answered with a different one: it would wait until `timeout`."""
+    latest = [call for rank in ranks if (call := mismatch.unfinished(list(rank.calls.values())[-1:]))]
+    if not any(call.start < time.time() - STUCK_SECONDS for call in latest):
+        return False
+    parting = mismatch.first_parting({rank.number: _calls(rank) for rank in ranks}, tolerant=True)
+    return parting is not None and None in (parting.call.end, parting.other.end)
 
 
 def _hear(ranks: list[Rank], seconds: float = TICK_SECONDS) -> None:
@@ -185,7 +201,12 @@ def _report(rank: Rank) -> diagnosis.RankReport:
         error=rank.error,
         where=rank.where,
         printed=rank.printed(),
+        calls=_calls(rank),
     )
+
+
+def _calls(rank: Rank) -> list[Collective]:
+    return [rank.calls[number] for number in sorted(rank.calls)]
 
 
 def _collect(run: Run, ranks: list[Rank], timeout: float | None) -> diagnosis.Verdict | None:
@@ -193,6 +214,7 @@ def _collect(run: Run, ranks: list[Rank], timeout: float | None) -> diagnosis.Ve
     _tell([event for rank in ranks for event in rank.take()], run.log, None)
     run.exit_codes = [rank.exit_code for rank in ranks]
     run.outputs = [rank.printed() for rank in ranks]
+    run.trace = [call for rank in ranks for call in _calls(rank)]
     unusable = None
     for rank in ranks:
         try:

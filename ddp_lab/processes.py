@@ -24,6 +24,7 @@ import torch.multiprocessing as mp
 
 from ddp_lab import transport, worker
 from ddp_lab.events import Event
+from ddp_lab.tracing import KEPT, Collective
 
 LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 KEPT_OUTPUT_BYTES = 1 << 18  # of what a rank prints first, and as much of what it prints last
@@ -62,6 +63,7 @@ class Rank:
         self.gone = False  # ended, and nothing of it is left to read
         self.exit_code: int | None = None
         self.inbox: list[Event] = []
+        self.calls: dict[int, Collective] = {}  # by number, the latest of them
         self.head, self.tail = bytearray(), bytearray()
         self.dropped_bytes = 0
         self.connection, theirs = multiprocessing.Pipe()
@@ -95,6 +97,8 @@ class Rank:
             return
         if tag == "events":
             self.inbox += [Event(self.number, *parts) for parts in payload]
+        elif tag == "calls":
+            self._keep(payload)
         elif tag == "where":
             self.where = payload
         elif tag == "done":
@@ -104,6 +108,13 @@ class Rank:
             self.ended, self.error = payload
             said = {"type": self.error["type"], "message": self.error["message"]}
             self.inbox.append(Event(self.number, self.ended, "error", said))
+
+    def _keep(self, calls: list[tuple]) -> None:
+        for parts in calls:
+            call = Collective(*parts)
+            self.calls[call.number] = call
+        for number in sorted(self.calls)[:-KEPT]:
+            del self.calls[number]
 
     def take(self) -> list[Event]:
         """Hand over the events that came since the last call."""

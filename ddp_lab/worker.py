@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_lab import events, transport
+from ddp_lab import events, tracing, transport
 
 SEND_EVERY_SECONDS = 0.1
 MAX_WAITING_EVENTS = 20_000  # about 10 MB: when the notebook is slower than the rank, old metrics go first
@@ -38,12 +38,14 @@ def main(_spawn_index: int, rank: int, connection, output) -> None:
     os.setpgid(0, 0)  # a group of its own: Jupyter interrupts the kernel's whole group
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # torch sends it when the kernel dies; _listen ends us better
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked while starting
-    reporter = Reporter(connection)
+    trace = tracing.Trace(rank)
+    reporter = Reporter(connection, trace)
     try:
         _capture_output(output)
         job = pickle.loads(connection.recv_bytes())
         threading.Thread(target=_listen, args=(connection, reporter), daemon=True).start()
         _prepare(job)
+        tracing.watch_groups(trace)
         os.register_at_fork(after_in_child=connection.close)  # or a DataLoader worker would hold the pipe open
         events.set_sink(reporter.event)
         reporter.event("running", {})
@@ -61,8 +63,8 @@ def main(_spawn_index: int, rank: int, connection, output) -> None:
 class Reporter:
     """Send events in batches from a thread of its own: training never waits for the notebook, errors never get lost."""
 
-    def __init__(self, connection):
-        self.connection = connection
+    def __init__(self, connection, trace: tracing.Trace):
+        self.connection, self.trace = connection, trace
         self.waiting: deque[tuple[float, str, dict[str, Any]]] = deque(maxlen=MAX_WAITING_EVENTS)
         self.sending = threading.Lock()
         threading.Thread(target=self._send_regularly, daemon=True).start()
@@ -76,23 +78,25 @@ class Reporter:
 
     def close(self, tag: str, payload: Any) -> None:
         """Send the last word of this rank, after every event."""
-        self._send_waiting()
+        self.send_waiting()
         self.message(tag, (time.time(), payload))
 
-    def _send_waiting(self) -> None:
+    def send_waiting(self) -> None:
+        """Send the events and the calls that are not sent yet."""
         with self.sending:
             batch = []
             for _ in range(len(self.waiting)):
                 when, kind, data = self.waiting.popleft()
                 batch.append((when, kind, events.plain(data)))
-            if batch:
-                self.connection.send_bytes(pickle.dumps(("events", batch)))
+            for tag, payload in (("events", batch), ("calls", self.trace.take())):
+                if payload:
+                    self.connection.send_bytes(pickle.dumps((tag, payload)))
 
     def _send_regularly(self) -> None:
         while True:
             time.sleep(SEND_EVERY_SECONDS)
             try:
-                self._send_waiting()
+                self.send_waiting()
             except OSError:
                 return  # the notebook is gone, and so is this rank in a moment
 
@@ -141,6 +145,7 @@ def _listen(connection, reporter: Reporter) -> None:
     try:
         while connection in multiprocessing.connection.wait([connection, kernel]):
             connection.recv_bytes()  # there is only one question
+            reporter.send_waiting()
             reporter.message("where", _where())
     except (EOFError, OSError):
         pass  # the notebook closed its end

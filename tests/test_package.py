@@ -13,14 +13,14 @@ import ddp_lab
 FOLDER = Path(ddp_lab.__file__).parent
 LAYERS = {
     0: {"charts", "data", "devices", "events", "hello", "models", "progress", "stacks", "transport"},
-    1: {"calls", "diagnosis", "train", "worker"},
-    2: {"figures", "processes", "terminal"},
-    3: {"dashboard"},
+    1: {"calls", "tracing", "train"},
+    2: {"figures", "mismatch", "terminal", "worker"},
+    3: {"dashboard", "diagnosis", "processes"},
     4: {"launcher", "machine"},
     5: {"doctor"},
     6: {"__init__", "__main__"},
 }
-RANK_SIDE = ["data", "devices", "events", "hello", "models", "train", "transport", "worker"]
+RANK_SIDE = ["data", "devices", "events", "hello", "models", "tracing", "train", "transport", "worker"]
 DRAWING = ("IPython", "ipywidgets", "matplotlib")
 LAYER = {module: layer for layer, modules in LAYERS.items() for module in modules}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ddp_lab
-from ddp_lab import worker
+from ddp_lab import tracing, worker
 
 QUIET = {"on_event": None}
 
@@ -23,7 +23,7 @@ def _fast(fast):
 
 def test_a_rank_is_not_held_up_by_a_notebook_that_does_not_read():
     ours, theirs = multiprocessing.Pipe()
-    reporter = worker.Reporter(theirs)
+    reporter = worker.Reporter(theirs, tracing.Trace(0))
     for step in range(3 * worker.MAX_WAITING_EVENTS):
         reporter.event("metrics", {"step": step})
     assert len(reporter.waiting) <= worker.MAX_WAITING_EVENTS
@@ -32,7 +32,7 @@ def test_a_rank_is_not_held_up_by_a_notebook_that_does_not_read():
 
 def test_the_last_word_comes_after_every_event():
     ours, theirs = multiprocessing.Pipe()
-    reporter = worker.Reporter(theirs)
+    reporter = worker.Reporter(theirs, tracing.Trace(0))
     reporter.event("metrics", {"step": 1})
     reporter.close("done", b"result")
     tags = [pickle.loads(ours.recv_bytes())[0] for _ in range(2)]
