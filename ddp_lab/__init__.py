@@ -22,6 +22,7 @@ _HOME = {
     "log": "events",
     "mnist": "data",
     "prepare_data": "data",
+    "rank0_phase": "phases",
     "shard": "data",
     "train": "train",
 }

@@ -5,31 +5,30 @@ whose neighbour died reports a lost connection. So a rank is blamed for its own 
 connection or a timeout only when nothing else explains it.
 """
 
-import re
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ddp_lab import mismatch, stacks
+from ddp_lab import cures, mismatch, stacks
 from ddp_lab.mismatch import SAME_CALLS
-from ddp_lab.stacks import OWN_CODE, Frame, collective, gist, place
-from ddp_lab.tracing import Collective
-
-LOST_CONNECTION = re.compile(
-    r"connection closed by peer|connection reset by peer|broken pipe|connection refused|socket closed|"
-    r"remote process exited|communicator was aborted|failed to recv",
-    re.IGNORECASE,
+from ddp_lab.reports import (
+    RankReport,
+    details,
+    failed_in_a_collective,
+    frames_of,
+    is_victim,
+    loss_of,
+    own_error,
+    said,
+    seconds,
+    timed_out,
 )
-TIMED_OUT = re.compile(r"timed out|timeout|failed to pass monitoredBarrier", re.IGNORECASE)
-FROM_A_BACKEND = re.compile(r"gloo|nccl|c10d|tcpstore|monitoredBarrier", re.IGNORECASE)
-WRONG_SIZE = re.compile(r"EnforceNotMet|received data size", re.IGNORECASE)
-TORCH_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
-TRACE_CURE = "the traceback below shows how it came there"
+from ddp_lab.stacks import OWN_CODE, collective, place
+
 SIGNAL_MEANS = {
     "SIGKILL": (
         "sent from outside, most likely by the system because memory ran out",
-        "use fewer ranks, a smaller batch or a smaller model",
+        cures.LESS_MEMORY,
     ),
     "SIGSEGV": ("a crash in compiled code", "check what that line passes to compiled code"),
     "SIGABRT": ("compiled code gave up", "its last printed lines say why"),
@@ -39,25 +38,6 @@ SIGNAL_MEANS = {
     ),
     "SIGTERM": ("sent by something outside the lab", "look for the program that sends SIGTERM"),
 }
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """What is known of one rank when the run has ended.
-
-    ended: seconds since the epoch; error: `worker.describe`, if it reported one; stopped: the lab ended it;
-    where: its Python stack, outermost frame first, if the lab asked; calls: the collectives that it called.
-    """
-
-    rank: int
-    exit_code: int | None = None
-    ended: float = 0.0
-    done: bool = False
-    stopped: bool = False
-    error: dict[str, Any] | None = None
-    where: list[Frame] | None = None
-    printed: str = ""
-    calls: list[Collective] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -124,13 +104,16 @@ def diagnose(reports: list[RankReport], timeout: float | None, cells: dict[str, 
 def _verdict(failed: list[RankReport], reports: list[RankReport], timeout: float | None, names: dict) -> Verdict:
     parting = mismatch.first_parting(_calls(reports))
     own = [r for r in failed if not is_victim(r)]
-    if own and not (parting and _in_a_collective(own[0])):
+    if own and not (parting and failed_in_a_collective(own[0])):
         return _blame(own[0], names)
+    in_thread = [r for r in reports if r.thread_error]
+    if in_thread:
+        return _blame_thread(in_thread[0], names)
     if parting:
         return _parted(parting, reports, names)
-    timed_out = [r for r in failed if TIMED_OUT.search(_lost(r.error)["message"])]
-    if timed_out:
-        return _hang(min(timed_out, key=lambda r: r.rank), reports, timeout, names)
+    in_vain = [r for r in failed if timed_out(r)]
+    if in_vain:
+        return _hang(min(in_vain, key=lambda r: r.rank), reports, timeout, names)
     return _left_alone(min(failed, key=lambda r: r.rank), reports, names)
 
 
@@ -138,19 +121,14 @@ def _calls(reports: list[RankReport]) -> mismatch.Calls:
     return {report.rank: report.calls for report in reports}
 
 
-def _in_a_collective(report: RankReport) -> bool:
-    """Whether it failed in what PyTorch does with other ranks: then a difference between them explains more."""
-    if report.error is None:
-        return bool(WRONG_SIZE.search(report.printed))
-    error = _own_error(report.error)
-    return error["type"] in TORCH_ERRORS and collective(error["frames"]) != OWN_CODE
-
-
 def _parted(parting: mismatch.Parting, reports: list[RankReport], names: dict[str, str]) -> Verdict:
     call, other, calls = parting.call, parting.other, _calls(reports)
     why = f"Rank {call.rank} called {mismatch.said(call, names)} where rank {other.rank} called "
-    counts = mismatch.tally(other, calls) or mismatch.tally(call, calls)
-    return Verdict("mismatch", call.rank, why + mismatch.said(other, names) + counts, mismatch.cure(call, other, calls))
+    why += mismatch.said(other, names)
+    cure = mismatch.cure(call, other, calls)
+    if cure != mismatch.SAME_TENSORS:
+        why += mismatch.tally(other, calls) or mismatch.tally(call, calls)
+    return Verdict("mismatch", call.rank, why, cure)
 
 
 def _unnoticed(reports: list[RankReport], names: dict[str, str]) -> Verdict | None:
@@ -166,57 +144,28 @@ def _unnoticed(reports: list[RankReport], names: dict[str, str]) -> Verdict | No
     return Verdict("mismatch", rank, why + mismatch.tally(call, calls), mismatch.cure(call, None, calls))
 
 
-def is_victim(report: RankReport) -> bool:
-    """A rank that lost its peers, or waited for them in vain, is not where to look first."""
-    return report.error is not None and _own_error(report.error) is None
-
-
-def _chain(error: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    while error:
-        yield error
-        error = error["cause"]
-
-
-def _own_error(error: dict[str, Any]) -> dict[str, Any] | None:
-    """The error to blame this rank for, if any.
-
-    An error of its own, followed by a lost connection while cleaning up, is its own; a lost connection that the
-    learner's code turned into another error is still a victim's.
-    """
-    chain = list(_chain(error))
-    if not any(map(_is_loss, chain)):
-        return error
-    after = chain[[_is_loss(each) for each in chain].index(True) :]
-    return next((each for each in after if not _is_loss(each)), None)
-
-
-def _lost(error: dict[str, Any]) -> dict[str, Any]:
-    """The lost connection or timeout in a victim's errors."""
-    return next(filter(_is_loss, _chain(error)))
-
-
-def _is_loss(error: dict[str, Any]) -> bool:
-    message = error["message"]
-    if error["type"] not in TORCH_ERRORS or not (LOST_CONNECTION.search(message) or TIMED_OUT.search(message)):
-        return False
-    return collective(error["frames"]) != OWN_CODE or bool(FROM_A_BACKEND.search(message))
-
-
 def _blame(report: RankReport, names: dict[str, str]) -> Verdict:
     if report.error is None:
         return _death(report, names)
-    rank, error = report.rank, _own_error(report.error)
+    rank, error = report.rank, own_error(report.error)
     at = place(error["frames"], names)
     if error["refusal"]:
         return Verdict("result", rank, *error["refusal"])
     if error["type"] == "SystemExit":
         why = f"Rank {rank} left with sys.exit({error['code']}){at} before its function returned"
         return Verdict("exit", rank, why, "return from the function instead of leaving the process")
-    return Verdict("error", rank, f"Rank {rank} failed{at} with {_said(error)}", TRACE_CURE)
+    return Verdict("error", rank, f"Rank {rank} failed{at} with {said(error)}", _cure(error))
 
 
-def _said(error: dict[str, Any]) -> str:
-    return f"{error['type']}: {gist(error['message'])}" if error["message"].strip() else error["type"]
+def _blame_thread(report: RankReport, names: dict[str, str]) -> Verdict:
+    """Python lets a process go on without the thread, and so another rank may wait for what the thread should do."""
+    error = report.thread_error
+    why = f"A thread of rank {report.rank} failed{place(error['frames'], names)} with {said(error)}"
+    return Verdict("error", report.rank, why, _cure(error))
+
+
+def _cure(error: dict[str, Any]) -> str:
+    return cures.of(f"{error['type']}: {error['message']}")
 
 
 def _death(report: RankReport, names: dict[str, str]) -> Verdict:
@@ -229,7 +178,7 @@ def _death(report: RankReport, names: dict[str, str]) -> Verdict:
     except ValueError:
         name = f"signal {-code}"
     means, cure = SIGNAL_MEANS.get(name, ("sent from outside", "look at its last printed lines"))
-    if name == "SIGABRT" and WRONG_SIZE.search(report.printed):
+    if name == "SIGABRT" and failed_in_a_collective(report):
         means = "because the ranks brought tensors of different sizes to one collective"
         cure = "give every rank the same shape and dtype"
     at = place(stacks.in_fault_dump(report.printed), names)
@@ -238,22 +187,31 @@ def _death(report: RankReport, names: dict[str, str]) -> Verdict:
 
 def _hang(waiting: RankReport, reports: list[RankReport], timeout: float | None, names: dict[str, str]) -> Verdict:
     """The rank that waited is innocent: name the rank that never came."""
-    frames = _lost(waiting.error)["frames"]
-    waited = f"Rank {waiting.rank} waited {_seconds(waiting, timeout)} in {collective(frames)}{place(frames, names)}"
+    frames = loss_of(waiting.error)["frames"]
+    inside = _inside(waiting, collective(frames))
+    waited = f"Rank {waiting.rank} waited {seconds(waiting, timeout)} {inside}{place(frames, names)}"
     others, counts, cure = _awaited(waiting, reports)
-    absent = next((r for r in others if r.done), None)
+    absent = [r.rank for r in others if r.done]
     if absent:
-        why = f"{waited} for rank {absent.rank}, which had already returned{counts}"
-        return Verdict("hang", absent.rank, why, cure)
-    apart = next((r for r in others if collective(_frames(r)) == OWN_CODE), None)
+        why = f"{waited} for {_ranks(absent)}, which had already returned{counts}"
+        return Verdict("hang", _odd(waiting, absent, reports), why, cure)
+    apart = next((r for r in others if collective(frames_of(r)) == OWN_CODE), None)
     if apart:
-        why = f"{waited} for rank {apart.rank}, which was{place(_frames(apart), names) or ' elsewhere'}{counts}"
+        why = f"{waited} for rank {apart.rank}, which was{place(frames_of(apart), names) or ' elsewhere'}{counts}"
         slow = "let that rank reach the same call, or raise launch's timeout"
         return Verdict("hang", apart.rank, why, slow if cure == SAME_CALLS else cure)
-    other = next((r for r in others if _frames(r)), None)
+    other = next((r for r in others if frames_of(r)), None)
     if other:
-        waited += f", while rank {other.rank} was in {collective(_frames(other))}{place(_frames(other), names)}{counts}"
+        elsewhere = " of another process group" if cure == mismatch.SAME_GROUPS else ""
+        there = f"{collective(frames_of(other))}{elsewhere}{place(frames_of(other), names)}"
+        waited += f", while rank {other.rank} was in {there}{counts}"
     return Verdict("hang", waiting.rank, waited, cure)
+
+
+def _inside(waiting: RankReport, name: str) -> str:
+    call = mismatch.unfinished(waiting.calls)
+    phase = mismatch.phase(call) if call else ""
+    return f"in rank0_phase({phase!r})" if phase else f"in {name}"
 
 
 def _awaited(waiting: RankReport, reports: list[RankReport]) -> tuple[list[RankReport], str, str]:
@@ -261,65 +219,31 @@ def _awaited(waiting: RankReport, reports: list[RankReport]) -> tuple[list[RankR
     calls, call = _calls(reports), mismatch.unfinished(waiting.calls)
     others = [r for r in reports if r is not waiting]
     if call is None:
-        return others, "", SAME_CALLS
+        joining = collective(loss_of(waiting.error)["frames"]) == "init_process_group"
+        return others, "", "let every rank call init_process_group" if joining else SAME_CALLS
     never_came = [r for r in others if r.rank in mismatch.missing(call, calls)]
-    return never_came or others, mismatch.tally(call, calls), mismatch.cure(call, None, calls)
-
-
-def _seconds(waiting: RankReport, timeout: float | None) -> str:
-    """How long the rank waited: what its own error says, because a group can have a timeout of its own."""
-    said = re.search(r"(\d+) ?(?:ms|milliseconds)", _lost(waiting.error)["message"])
-    seconds = int(said.group(1)) / 1000 if said else timeout
-    return f"{seconds:g} s" if seconds else "too long"
+    met = [theirs for r in never_came or others if (theirs := mismatch.unfinished(r.calls))]
+    return never_came or others, mismatch.tally(call, calls), mismatch.cure_of_waiting(call, met, calls)
 
 
 def _left_alone(victim: RankReport, reports: list[RankReport], names: dict[str, str]) -> Verdict:
     """Only lost connections: a rank went on to a collective that another rank, already done, never called."""
-    frames = _lost(victim.error)["frames"]
+    frames = loss_of(victim.error)["frames"]
     waited = f"Rank {victim.rank} lost its connection in {collective(frames)}{place(frames, names)}"
     others, counts, cure = _awaited(victim, reports)
-    absent = next((r for r in others if r.done), None)
-    if absent is None:
+    absent = [r.rank for r in others if r.done]
+    if not absent:
         return Verdict("error", victim.rank, waited, "see what each rank was doing, below")
-    why = f"{waited}, because rank {absent.rank} had already returned without that call{counts}"
-    return Verdict("mismatch", absent.rank, why, cure)
+    why = f"{waited}, because {_ranks(absent)} had already returned without that call{counts}"
+    return Verdict("mismatch", _odd(victim, absent, reports), why, cure)
 
 
-def _frames(report: RankReport) -> list[Frame]:
-    return report.error["frames"] if report.error else report.where or []
+def _odd(waiting: RankReport, absent: list[int], reports: list[RankReport]) -> int:
+    """Of ranks that left a call out, and others that made it, those are right that are more; of two, who made it."""
+    return waiting.rank if len(absent) > len(reports) / 2 else absent[0]
 
 
-def details(reports: list[RankReport], names: dict[str, str]) -> list[str]:
-    """What each rank did, line by line."""
-    return [line for report in reports for line in _detail(report, names)]
-
-
-def _detail(report: RankReport, names: dict[str, str]) -> list[str]:
-    """Lines on one rank for whoever wants to know more."""
-    if report.error:
-        head = f"{_consequence(report)}" if is_victim(report) else _said(report.error)
-        return [f"Rank {report.rank}: {head}", *_error_lines(report.error, names)]
-    if report.done:
-        return [f"Rank {report.rank}: finished"]
-    if not report.stopped:
-        last = stacks.without_fault_dump(report.printed).strip().splitlines()[-8:]
-        return [f"Rank {report.rank}: exit code {report.exit_code}", *(f"    {gist(line)}" for line in last)]
-    if report.where == []:
-        return [f"Rank {report.rank}: ended by the lab, before it reached your function"]
-    frames = stacks.lines(report.where, names) if report.where else []
-    return [f"Rank {report.rank}: ended by the lab{', when it was here' if frames else ''}", *frames]
-
-
-def _consequence(report: RankReport) -> str:
-    lost = _lost(report.error)
-    where = f" in {collective(lost['frames'])}"
-    if LOST_CONNECTION.search(lost["message"]):
-        return f"as a consequence, it lost its connection{where}"
-    return f"waited {_seconds(report, None)} for another rank{where}"
-
-
-def _error_lines(error: dict[str, Any], names: dict[str, str]) -> list[str]:
-    """The learner's stack, what was noted, and the errors that came before."""
-    notes = [f"    {gist(note)}" for note in error["notes"]]
-    earlier = [f"    after {_said(each)}{place(each['frames'], names)}" for each in list(_chain(error))[1:]]
-    return [*stacks.lines(error["frames"], names), *notes, *earlier]
+def _ranks(numbers: list[int]) -> str:
+    """Name ranks: "rank 1", "ranks 0 and 2"."""
+    *others, last = map(str, numbers)
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddp_lab import calls, diagnosis, mismatch, processes, stacks, transport
+from ddp_lab import calls, diagnosis, mismatch, processes, reports, stacks, transport
 from ddp_lab.charts import count
 from ddp_lab.events import Event, EventLog
 from ddp_lab.processes import Rank, fast_start
@@ -146,7 +146,7 @@ def _watch(ranks: list[Rank], log: EventLog, display: Callable[[Event], None] | 
         if give_up == math.inf and _stuck(ranks):
             give_up = time.monotonic() + GRACE_SECONDS
             _ask_where(ranks)
-        if any(not diagnosis.is_victim(_report(rank)) for rank in failed):
+        if any(not reports.is_victim(_report(rank)) for rank in failed):
             give_up = min(give_up, time.monotonic() + GRACE_SECONDS)
         if time.monotonic() >= give_up:
             return
@@ -191,8 +191,8 @@ def _tell(new: list[Event], log: EventLog, display: Callable[[Event], None] | No
             display(event)
 
 
-def _report(rank: Rank) -> diagnosis.RankReport:
-    return diagnosis.RankReport(
+def _report(rank: Rank) -> reports.RankReport:
+    return reports.RankReport(
         rank.number,
         exit_code=rank.exit_code,
         ended=rank.ended or 0.0,
@@ -202,6 +202,7 @@ def _report(rank: Rank) -> diagnosis.RankReport:
         where=rank.where,
         printed=rank.printed(),
         calls=_calls(rank),
+        thread_error=rank.thread_error,
     )
 
 
@@ -232,7 +233,7 @@ def _interrupted(run: Run, ranks: list[Rank]) -> diagnosis.Interrupted:
     run.outcome = "interrupted"
     error = diagnosis.Interrupted(f"stopped by you; all {run.world_size} ranks have ended")
     error.run = run
-    error.details = diagnosis.details([_report(rank) for rank in ranks], transport.cell_names())
+    error.details = reports.details([_report(rank) for rank in ranks], transport.cell_names())
     return error
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
+from ddp_lab.phases import PHASE
 from ddp_lab.stacks import place
 from ddp_lab.tracing import GRADIENTS, POINT_TO_POINT, WRAPPER, Collective
 
@@ -17,6 +18,9 @@ SAME_STEPS = (
     "let every rank make the same number of steps: DistributedSampler deals equal parts, model.join() allows unequal "
     "ones, and a decision to stop must be the same on all ranks, for instance from an all_reduce"
 )
+SAME_GROUPS = "let every rank use its process groups in the same order"
+SEND_FIRST = "let one of them send before it receives"
+LONGER_PHASE = "give rank0_phase a longer timeout, or share the work among the ranks"
 WHOLE_MODEL = "call the wrapped model on every rank, or model.module where only some ranks compute"
 OWN_SIZE = ("scatter", "all_to_all")  # whose ranks may bring different sizes
 MAY_DIFFER = (*OWN_SIZE, "all_gather", "gather")  # where a backend that allows it does nothing wrong
@@ -35,15 +39,15 @@ class Parting:
 def first_parting(calls: Calls, tolerant: bool = False) -> Parting | None:
     """Return the first calls that met and differ: in the collective, its root, the dtype or the number of elements.
 
-    Of three ranks or more the one that is alone is blamed, of two the one with the higher number. tolerant: leave out
-    differences that some backend allows.
+    Of three ranks or more the one that is alone is blamed; of two the one that called the wrapped model where the
+    other did not, else the one with the higher number. tolerant: leave out differences that some backend allows.
     """
     for met in _meetings(calls):
         by_kind: dict[tuple, list[Collective]] = {}
         for call in met:
             by_kind.setdefault(_kind(call, tolerant), []).append(call)
         if len(by_kind) > 1:
-            usual = max(by_kind.values(), key=lambda same: (len(same), -same[0].rank))
+            usual = max(by_kind.values(), key=lambda same: (len(same), same[0].within != WRAPPER, -same[0].rank))
             odd = next(call for call in met if call not in usual)
             return Parting(odd, usual[0])
     return None
@@ -126,7 +130,7 @@ def _times(call: Collective, calls: list[Collective]) -> int:
 
 def cure(call: Collective, other: Collective | None, calls: Calls) -> str:
     """The cure of a call that did not meet its like."""
-    if other is not None and call.op == other.op and call.root == other.root:
+    if other is not None and (call.op, call.root, call.within) == (other.op, other.root, other.within):
         return SAME_TENSORS
     both = [each for each in (call, other) if each is not None]
     if any(each.within == GRADIENTS and tally(each, calls) for each in both):
@@ -134,3 +138,19 @@ def cure(call: Collective, other: Collective | None, calls: Calls) -> str:
     if any(each.within == WRAPPER for each in both):
         return WHOLE_MODEL
     return SAME_CALLS
+
+
+def phase(call: Collective) -> str:
+    """The name of the `rank0_phase` at whose end a call waits, or ""."""
+    return call.group.partition(PHASE)[2]
+
+
+def cure_of_waiting(call: Collective, others: list[Collective], calls: Calls) -> str:
+    """The cure of a call that waits; others: the calls in which the awaited ranks wait themselves."""
+    if phase(call):
+        return LONGER_PHASE
+    if call.op == "recv" and any(other.op == "recv" for other in others):
+        return SEND_FIRST
+    if any(other.group != call.group for other in others):
+        return SAME_GROUPS
+    return cure(call, None, calls)

@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 
 from ddp_lab import transport, worker
 from ddp_lab.events import Event
-from ddp_lab.tracing import KEPT, Collective
+from ddp_lab.tracing import KEPT, SLOT_BYTES, SLOTS, Collective, left
 
 LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 KEPT_OUTPUT_BYTES = 1 << 18  # of what a rank prints first, and as much of what it prints last
@@ -57,6 +57,7 @@ class Rank:
         self.number = number
         self.result: bytes | None = None
         self.error: dict[str, Any] | None = None
+        self.thread_error: dict[str, Any] | None = None  # the first
         self.where: list[tuple[str, int, str, str]] | None = None
         self.ended: float | None = None  # when it sent its last word, or was seen dead
         self.stopped = False  # the lab ended it
@@ -71,7 +72,9 @@ class Rank:
         start = mp.start_processes if _preloaded else mp.spawn
         method = {"start_method": "forkserver"} if _preloaded else {}
         # One call per rank, so that each gets a pipe of its own.
-        self.process = start(worker.main, (number, theirs, their_output), nprocs=1, join=False, **method).processes[0]
+        self.memory = multiprocessing.RawArray("c", SLOTS * SLOT_BYTES)
+        arguments = (number, theirs, their_output, self.memory)
+        self.process = start(worker.main, arguments, nprocs=1, join=False, **method).processes[0]
         theirs.close()
         their_output.close()
         os.set_blocking(self.output.fileno(), False)
@@ -99,6 +102,8 @@ class Rank:
             self.inbox += [Event(self.number, *parts) for parts in payload]
         elif tag == "calls":
             self._keep(payload)
+        elif tag == "thread":
+            self.thread_error = self.thread_error or payload
         elif tag == "where":
             self.where = payload
         elif tag == "done":
@@ -157,6 +162,8 @@ class Rank:
             self.receive()
         while not self.output.closed and self.output.poll():
             self.read_output()
+        for call in left(self.memory):
+            self.calls.setdefault(call.number, call)
         self.process.join()
         self.exit_code = self.process.exitcode
         self.process.close()
@@ -215,7 +222,9 @@ def end(ranks: list[Rank]) -> None:
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     """What `torchrun` would set, for one rank of this machine."""
+    without_libuv = {"USE_LIBUV": "0"} if sys.platform == "win32" else {}  # where PyTorch is built without it
     return {
+        **without_libuv,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),

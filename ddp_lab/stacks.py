@@ -5,9 +5,14 @@ from itertools import groupby
 
 Frame = tuple[str, int, str, str]  # file, line, function, source; a stack lists the outermost first
 
-NOT_THE_LEARNERS = re.compile(r"[/\\](site-packages|dist-packages|lib[/\\]python3\.\d+)[/\\]|^<frozen ")
+NOT_THE_LEARNERS = re.compile(
+    r"[/\\](site-packages|dist-packages|lib[/\\]python3\.\d+)[/\\]|^<frozen |ddp_lab[/\\](phases|tracing|worker)\.py$"
+)
 FAULT_DUMP = re.compile(r"^Fatal Python error: .*", re.MULTILINE | re.DOTALL)
 FAULT_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+CPP_TRACE = re.compile(
+    r"^(Exception raised from .* \(most recent call first\):|frame #\d+: .*|<omitting python frames>)\n+", re.M
+)
 COLOUR_CODE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 SHOWN_FRAMES = 12
 SHOWN_CHARACTERS = 300
@@ -62,12 +67,14 @@ def gist(message: str) -> str:
         first = f"{said[-1]} (in {first.partition(' in ')[2] or 'another process'})"
     elif said[0].endswith(":") and len(said) > 1:
         first = f"{first}: {said[1]}"
+    if len(first) > SHOWN_CHARACTERS // 2:
+        first = re.split(r"(?<=[a-z)]{3})[.!] (?=[A-Z])", first, maxsplit=1)[0]  # its first sentence
     return first if len(first) <= SHOWN_CHARACTERS else first[:SHOWN_CHARACTERS] + " …"
 
 
 def without_fault_dump(printed: str) -> str:
-    """What a rank printed, less the report that Python adds when compiled code crashes."""
-    return FAULT_DUMP.sub("", printed)
+    """What a rank printed, less the report that Python adds when compiled code crashes, and less stacks of C++."""
+    return CPP_TRACE.sub("", FAULT_DUMP.sub("", printed))
 
 
 def in_fault_dump(printed: str) -> list[Frame]:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import linecache
+import pickle
 import re
 import sys
 import threading
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from ddp_lab.stacks import NOT_THE_LEARNERS
 
 KEPT = 4000  # calls of a rank that are remembered, in the rank until they are sent and in the notebook after that
+SLOTS, SLOT_BYTES = 64, 1024  # of the memory that the notebook shares
 POINT_TO_POINT = ("send", "recv")
 NAMES = {  # of HookOpName, where the learner's own call shows no name
     "ALLREDUCE": "all_reduce",
@@ -76,8 +78,8 @@ class Collective:
 class Trace:
     """The calls of this rank that were not sent yet, and what is needed to record the next ones."""
 
-    def __init__(self, rank: int):
-        self.rank = rank
+    def __init__(self, rank: int, memory: Any = None):
+        self.rank, self.memory = rank, memory
         self.numbers = itertools.count(1)
         self.made: Counter = Counter()
         self.times: Counter = Counter()  # process groups made, by name: one may be destroyed and made again
@@ -87,7 +89,8 @@ class Trace:
 
     def attach(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
         """Record what is called on this group from now on."""
-        name = f"{group.group_name}"
+        named = group.group_desc not in ("", "default_pg", "undefined")
+        name = f"{group.group_name} {group.group_desc}" if named else f"{group.group_name}"
         self.times[name] += 1
         key = name if self.times[name] == 1 else f"{name} made again ({self.times[name]})"
         seq, issued = itertools.count(1), {}
@@ -132,6 +135,8 @@ class Trace:
             function=function,
         )
         self.unsent.append(made)
+        if self.memory is not None:
+            leave(self.memory, made)
         return made
 
     def _follow(self, made: Collective, work: Any) -> None:
@@ -151,7 +156,7 @@ class Trace:
         try:
             if future is not None:
                 future.value()  # raises what the call raised
-            made.end = time.time()
+            made.end = None if made.failed else time.time()
         except Exception:
             made.failed = True
         self.unsent.append(made)
@@ -162,6 +167,7 @@ class Trace:
             waiting, self.waiting = self.waiting, []
             for made, work in waiting:
                 if work.is_completed():
+                    made.failed = made.op in POINT_TO_POINT and not work.is_success()
                     self._end(made)
                 else:
                     self.waiting.append((made, work))
@@ -174,6 +180,24 @@ class Trace:
             made = self.unsent.popleft()
             new[made.number] = made
         return [astuple(made) for made in new.values()]
+
+
+def leave(memory: Any, call: Collective) -> None:
+    """Write a call to memory that the notebook shares: a rank that dies in the call can't send it any more."""
+    plain = pickle.dumps(astuple(call))
+    if len(plain) <= SLOT_BYTES - 4:
+        slot = call.number % SLOTS * SLOT_BYTES
+        memory[slot : slot + len(plain) + 4] = len(plain).to_bytes(4, "little") + plain
+
+
+def left(memory: Any) -> list[Collective]:
+    """Read the calls that `leave` wrote, as far as they are whole."""
+    found = []
+    for slot in range(0, SLOTS * SLOT_BYTES, SLOT_BYTES):
+        length = int.from_bytes(memory[slot : slot + 4], "little")
+        with contextlib.suppress(Exception):  # the rank died while it wrote
+            found += [Collective(*pickle.loads(memory[slot + 4 : slot + 4 + length]))] if length else []
+    return found
 
 
 def watch_groups(trace: Trace) -> None:

@@ -11,6 +11,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -29,16 +30,21 @@ from ddp_lab import events, tracing, transport
 SEND_EVERY_SECONDS = 0.1
 MAX_WAITING_EVENTS = 20_000  # about 10 MB: when the notebook is slower than the rank, old metrics go first
 MAX_CAUSES = 8
+IN_USE = "address already in use|EADDRINUSE"
 MAX_MESSAGE = 1 << 16
 NEVER = timedelta(days=7)
 
 
-def main(_spawn_index: int, rank: int, connection, output) -> None:
-    """Run one rank. `connection` carries the job in and messages out, `output` takes what the rank prints."""
+def main(_spawn_index: int, rank: int, connection, output, memory) -> None:
+    """Run one rank.
+
+    `connection` carries the job in and messages out, `output` takes what the rank prints, and `memory` keeps
+    what it called last, which must not be lost when it dies.
+    """
     os.setpgid(0, 0)  # a group of its own: Jupyter interrupts the kernel's whole group
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # torch sends it when the kernel dies; _listen ends us better
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked while starting
-    trace = tracing.Trace(rank)
+    trace = tracing.Trace(rank, memory)
     reporter = Reporter(connection, trace)
     try:
         _capture_output(output)
@@ -48,6 +54,7 @@ def main(_spawn_index: int, rank: int, connection, output) -> None:
         tracing.watch_groups(trace)
         os.register_at_fork(after_in_child=connection.close)  # or a DataLoader worker would hold the pipe open
         events.set_sink(reporter.event)
+        threading.excepthook = reporter.thread_failed
         reporter.event("running", {})
         fn, args, kwargs = transport.unpack_job(rank, job["call"])
         _reached.set()
@@ -80,6 +87,13 @@ class Reporter:
         """Send the last word of this rank, after every event."""
         self.send_waiting()
         self.message(tag, (time.time(), payload))
+
+    def thread_failed(self, failure: Any) -> None:
+        """Tell of an error that ended a thread; the process goes on, as Python has it."""
+        threading.__excepthook__(failure)
+        if failure.exc_value is not None and not isinstance(failure.exc_value, SystemExit):
+            with contextlib.suppress(OSError):
+                self.message("thread", describe(failure.exc_value))
 
     def send_waiting(self) -> None:
         """Send the events and the calls that are not sent yet."""
@@ -118,9 +132,29 @@ def describe(error: BaseException, depth: int = MAX_CAUSES) -> dict[str, Any]:
 
 def _message(error: Any) -> str:
     try:
-        return "".join(str(error))[:MAX_MESSAGE]  # join: a subclass of str may not be picklable
+        message = "".join(str(error))[:MAX_MESSAGE]  # join: a subclass of str may not be picklable
+        return _with_holder(message) if re.search(IN_USE, message, re.IGNORECASE) else message
     except BaseException:
         return "(its message can't be shown)"
+
+
+def _with_holder(message: str) -> str:
+    """Say who listens on the port that is in use."""
+    import psutil  # here, because only this needs it
+
+    port = re.search(r"port\D{0,3}(\d+)|:(\d+)", message)
+    number = int(next(filter(None, port.groups()))) if port else 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            held = [c.laddr for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+            if number in {address.port for address in held}:
+                who = f"process {process.pid} ({process.name()})"
+                return f"Address already in use: {_host(held, number)}:{number} is held by {who}"
+    return message
+
+
+def _host(addresses: list, port: int) -> str:
+    return next(address.ip for address in addresses if address.port == port)
 
 
 def _notes(error: BaseException) -> list[str]:
@@ -132,8 +166,10 @@ def _notes(error: BaseException) -> list[str]:
 
 def _own_frames(frames: traceback.StackSummary) -> list[tuple[str, int, str, str]]:
     """Leave out the frames that lead to the learner's function, and all of them when the lab itself refused."""
-    ours = [place for place, frame in enumerate(frames) if frame.filename in (__file__, transport.__file__)]
-    return [(f.filename, f.lineno or 0, f.name, f.line or "") for f in list(frames)[ours[-1] + 1 if ours else 0 :]]
+    ours = [frame.filename in (__file__, transport.__file__) for frame in frames]
+    first = ours.index(True) if True in ours else 0
+    shown = itertools.dropwhile(lambda pair: pair[1], list(zip(frames, ours, strict=True))[first:])
+    return [(f.filename, f.lineno or 0, f.name, f.line or "") for f, _ in shown]
 
 
 def _listen(connection, reporter: Reporter) -> None:
@@ -195,21 +231,38 @@ def _prepare(job: dict[str, Any]) -> None:
 
 
 def _meet_at(port: int) -> None:
-    """Let `init_process_group(backend)` meet at the store in the notebook, whatever MASTER_ADDR and MASTER_PORT say.
+    """Let `init_process_group` meet at the store in the notebook, whatever address it is given.
 
-    Many scripts set them, to a host name and a port of their own. Each call gets keys of its own, because a group that
-    is made after another one was destroyed would find that one's addresses. PyTorch has no public way to do this.
+    Many scripts set MASTER_ADDR and MASTER_PORT, or pass `init_method`, with a host name that may not resolve, a port
+    that may be taken, or a file of an earlier run. Each call gets keys of its own, because a group that is made after
+    another one was destroyed would find that one's addresses. PyTorch has no public way to do this.
     """
     calls = itertools.count()
 
     def handler(url: str, timeout: timedelta = NEVER, **_: Any):
-        query = dict(urllib.parse.parse_qsl(urllib.parse.urlparse(url).query))
+        address = urllib.parse.urlparse(url)
+        query = dict(urllib.parse.parse_qsl(address.query))
         rank = int(query.get("rank", os.environ["RANK"]))
         world_size = int(query.get("world_size", os.environ["WORLD_SIZE"]))
-        store = dist.TCPStore("127.0.0.1", port, world_size, False, timeout)
-        yield dist.PrefixStore(f"/call_{next(calls)}", store), rank, world_size
+        keys = f"/{address.scheme}/{address.netloc}{address.path}/call_{next(calls)}"
+        store = dist.PrefixStore(keys, dist.TCPStore("127.0.0.1", port, None, False, timeout))
+        _check_place(store, rank, world_size)
+        yield store, rank, world_size
 
-    sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers["env"] = handler
+    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+    handlers.update(env=handler, tcp=handler, file=handler)
+
+
+def _check_place(store: dist.Store, rank: int, world_size: int) -> None:
+    """Raise ValueError in a rank that can't find its place in the group, which else would wait until the timeout."""
+    mine, started = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size > started:
+        raise ValueError(f"init_process_group waits for {world_size} ranks, and {started} ranks are too few")
+    if world_size == started:
+        store.set(f"place {mine}", str(rank))
+        places = [int(store.get(f"place {other}")) for other in range(started)]
+        if rank != mine and places.count(rank) > 1:
+            raise ValueError(f"two processes called init_process_group with rank={rank}")
 
 
 def _end(code: int) -> None:

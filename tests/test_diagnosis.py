@@ -2,7 +2,8 @@
 
 import pytest
 
-from ddp_lab.diagnosis import RankError, RankReport, diagnose
+from ddp_lab.diagnosis import RankError, diagnose
+from ddp_lab.reports import RankReport
 from ddp_lab.stacks import collective, without_fault_dump
 
 LOST = "[/x/gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:4237. This is typically …"
@@ -181,7 +182,7 @@ def test_a_loader_workers_error_says_what_happened():
         "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most …):\n  File …\nKeyError: 'no 3'"
     )
     why = diagnose([failed(0, 1.0, "KeyError", message)], 60).why
-    assert why.endswith("KeyError: KeyError: 'no 3' (in DataLoader worker process 0)")
+    assert why.endswith("KeyError: 'no 3' (in DataLoader worker process 0)")
 
 
 def test_notes_and_earlier_errors_are_in_the_details():

@@ -12,15 +12,15 @@ import ddp_lab
 
 FOLDER = Path(ddp_lab.__file__).parent
 LAYERS = {
-    0: {"charts", "data", "devices", "events", "hello", "models", "progress", "stacks", "transport"},
+    0: {"charts", "cures", "data", "devices", "events", "hello", "models", "phases", "progress", "stacks", "transport"},
     1: {"calls", "tracing", "train"},
     2: {"figures", "mismatch", "terminal", "worker"},
-    3: {"dashboard", "diagnosis", "processes"},
-    4: {"launcher", "machine"},
-    5: {"doctor"},
+    3: {"dashboard", "processes", "reports"},
+    4: {"diagnosis", "machine"},
+    5: {"doctor", "launcher"},
     6: {"__init__", "__main__"},
 }
-RANK_SIDE = ["data", "devices", "events", "hello", "models", "tracing", "train", "transport", "worker"]
+RANK_SIDE = ["data", "devices", "events", "hello", "models", "phases", "tracing", "train", "transport", "worker"]
 DRAWING = ("IPython", "ipywidgets", "matplotlib")
 LAYER = {module: layer for layer, modules in LAYERS.items() for module in modules}
 
