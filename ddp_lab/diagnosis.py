@@ -5,7 +5,6 @@ whose neighbour died reports a lost connection. So a rank is blamed for its own 
 connection or a timeout only when nothing else explains it.
 """
 
-import signal
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from ddp_lab.reports import (
     own_error,
     said,
     seconds,
+    signal_name,
     timed_out,
 )
 from ddp_lab.stacks import OWN_CODE, collective, place
@@ -173,10 +173,7 @@ def _death(report: RankReport, names: dict[str, str]) -> Verdict:
     if code is None or code >= 0:
         why = f"Rank {report.rank} ended with exit code {code} and said nothing, as after os._exit({code})"
         return Verdict("death", report.rank, why, "return from the function instead of ending the process")
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
+    name = signal_name(code)
     means, cure = SIGNAL_MEANS.get(name, ("sent from outside", "look at its last printed lines"))
     if name == "SIGABRT" and failed_in_a_collective(report):
         means = "because the ranks brought tensors of different sizes to one collective"

@@ -104,8 +104,8 @@ def draw_summary(progress: Progress, outcome: str, seconds: float | None = None,
         f"DDP Lab: {count(len(ranks), 'rank')}, {outcome}", head + rows * ROW + CHART * bool(progress.metric)
     )
     height = figure.get_figheight()
-    _write(figure, 0.1, height - 0.18, _title(ranks, outcome, seconds, title), fontsize=10.5, weight="bold")
-    _write(figure, 0.1, height - 0.42, said, color=SOFT)
+    write(figure, 0.1, height - 0.18, _title(ranks, outcome, seconds, title), fontsize=10.5, weight="bold")
+    write(figure, 0.1, height - 0.42, said, color=SOFT)
     states = [f"rank {rank.rank} {short(rank.says())}" for rank in ranks]
     figure.alt = ". ".join(part for part in (figure.title, said, *states) if part)
     fingerprints, _ = progress.fingerprints()
@@ -162,7 +162,7 @@ def _dashes(dash: tuple[int, ...], scale: float) -> Any:
     return (0, tuple(scale * part for part in dash)) if dash else "solid"
 
 
-def _write(figure: Picture, x: float, y: float, text: str, **looks: Any) -> None:
+def write(figure: Picture, x: float, y: float, text: str, **looks: Any) -> None:
     """Write at (x, y) inches. parse_math: a dollar sign in a rank's message is no formula."""
     looks = {"fontsize": 8.5, "color": INK, "va": "center_baseline", "parse_math": False, **looks}
     figure.text(x / WIDTH, y / figure.get_figheight(), text, **looks)
@@ -174,14 +174,14 @@ def _strip(figure: Picture, rank: RankState, metric, fingerprint: str, left: flo
     at = {"transform": figure.dpi_scale_trans}
     key = {"color": colour, "linestyle": _dashes(dash, 0.4), "linewidth": 2}
     figure.add_artist(Line2D([left + 0.1, left + 0.5], [y, y], **key, **at))
-    _write(figure, left + 0.58, y, f"rank {rank.rank}")
-    _write(figure, left + 1.2, y, short(rank.says(), 13 if compact else 44))
+    write(figure, left + 0.58, y, f"rank {rank.rank}")
+    write(figure, left + 1.2, y, short(rank.says(), 13 if compact else 44))
     right = left + (2.85 if compact else 6.3)
     if not compact and rank.value is not None:
-        _write(figure, right - 1.35, y, f"{short(metric, 12)} {amount(rank.value)}", ha="right")
+        write(figure, right - 1.35, y, f"{short(metric, 12)} {amount(rank.value)}", ha="right")
     if rank.rate(True) is not None:
-        _write(figure, right - 0.15, y, f"{amount(rank.rate(True))} {'/s' if compact else 'samples/s'}", ha="right")
+        write(figure, right - 0.15, y, f"{amount(rank.rate(True))} {'/s' if compact else 'samples/s'}", ha="right")
     if fingerprint:
         for stripe, colour in enumerate(fingerprint_colours(fingerprint)):
             figure.add_artist(Rectangle((right + 0.07 * stripe, y - 0.06), 0.07, 0.12, color=colour, linewidth=0, **at))
-        _write(figure, right + 0.28, y, short(fingerprint)[:4], family="monospace")
+        write(figure, right + 0.28, y, short(fingerprint)[:4], family="monospace")

@@ -31,7 +31,8 @@ class Run:
 
     results: what each rank returned, None where it returned nothing or failed; exit_codes: one per rank, None while
     it runs; log: every event, in the order of arrival; seconds: from the call of `launch` to the end; trace: the
-    collectives that each rank called, the latest 4,000 of each, by rank and in the order of its calls.
+    collectives that each rank called, the latest 4,000 of each, by rank and in the order of its calls; ends: where each
+    rank stood at the end, in words.
     """
 
     world_size: int
@@ -42,6 +43,7 @@ class Run:
     outcome: str = "running"
     outputs: list[str] = field(default_factory=list)
     trace: list[Collective] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
 
     def output(self, rank: int) -> str:
         """What one rank printed. Of very long output the beginning and the end."""
@@ -52,6 +54,12 @@ class Run:
         from ddp_lab import figures  # here, because importing ddp_lab must not import matplotlib
 
         return figures.loss(self.log)
+
+    def plot_trace(self, last: int = 5):
+        """Return a matplotlib figure: the `last` collectives, who came when, and where each rank stood at the end."""
+        from ddp_lab import spacetime
+
+        return spacetime.picture(self.trace, self.ends, last)
 
     def __repr__(self) -> str:
         return f"Run({count(self.world_size, 'rank')}, {self.outcome})"
@@ -223,7 +231,9 @@ def _collect(run: Run, ranks: list[Rank], timeout: float | None) -> diagnosis.Ve
         except transport.Refusal as refusal:
             run.results.append(None)
             unusable = diagnosis.Verdict("result", rank.number, *refusal.refusal)
-    verdict = diagnosis.diagnose([_report(rank) for rank in ranks], timeout, transport.cell_names()) or unusable
+    left, names = [_report(rank) for rank in ranks], transport.cell_names()
+    run.ends = [reports.standing(report, names) for report in left]
+    verdict = diagnosis.diagnose(left, timeout, names) or unusable
     run.outcome = f"failed on rank {verdict.rank}" if verdict else "finished"
     return verdict
 

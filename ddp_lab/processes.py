@@ -163,7 +163,8 @@ class Rank:
         while not self.output.closed and self.output.poll():
             self.read_output()
         for call in left(self.memory):
-            self.calls.setdefault(call.number, call)
+            if call.end is not None or call.number not in self.calls:
+                self.calls[call.number] = call
         self.process.join()
         self.exit_code = self.process.exitcode
         self.process.close()

@@ -4,6 +4,7 @@ The first error to arrive is often a victim's: a rank whose neighbour died repor
 """
 
 import re
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -112,6 +113,29 @@ def seconds(waiting: RankReport, timeout: float | None) -> str:
 def frames_of(report: RankReport) -> list[Frame]:
     """Where a rank was when it failed, or when it was asked."""
     return report.error["frames"] if report.error else report.where or []
+
+
+def standing(report: RankReport, names: dict[str, str]) -> str:
+    """Where a rank stands at the end, in a few words."""
+    if report.done:
+        return "returned"
+    if report.error and not report.stopped:
+        loss = None if own_error(report.error) else loss_of(report.error)
+        what = report.error["type"] if not loss else "timed out" if timed_out(report) else "lost its connection"
+        at = place((loss or own_error(report.error))["frames"], names)
+        return f"{what}{at}"
+    if report.stopped:
+        return f"was{place(report.where or [], names) or ' starting'}, ended by the lab"
+    code = report.exit_code
+    return f"died of {signal_name(code)}" if code and code < 0 else f"ended with exit code {code}"
+
+
+def signal_name(exit_code: int) -> str:
+    """Name the signal that ended a process, which its exit code is the negative of."""
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:
+        return f"signal {-exit_code}"
 
 
 def details(reports: list[RankReport], names: dict[str, str]) -> list[str]:

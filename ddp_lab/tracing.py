@@ -134,10 +134,13 @@ class Trace:
             line=line,
             function=function,
         )
+        self._keep(made)
+        return made
+
+    def _keep(self, made: Collective) -> None:
         self.unsent.append(made)
         if self.memory is not None:
             leave(self.memory, made)
-        return made
 
     def _follow(self, made: Collective, work: Any) -> None:
         """Note when the call ends.
@@ -159,7 +162,7 @@ class Trace:
             made.end = None if made.failed else time.time()
         except Exception:
             made.failed = True
-        self.unsent.append(made)
+        self._keep(made)
 
     def look(self) -> None:
         """Note the ends that nobody announces; between two calls of this lies how exact they are."""

@@ -15,7 +15,7 @@ LAYERS = {
     0: {"charts", "cures", "data", "devices", "events", "hello", "models", "phases", "progress", "stacks", "transport"},
     1: {"calls", "tracing", "train"},
     2: {"figures", "mismatch", "terminal", "worker"},
-    3: {"dashboard", "processes", "reports"},
+    3: {"dashboard", "processes", "reports", "spacetime"},
     4: {"diagnosis", "machine"},
     5: {"doctor", "launcher"},
     6: {"__init__", "__main__"},
