@@ -97,6 +97,13 @@ def _rank_threads() -> int:
     return max(1, int(first)) if first.isdecimal() else 1
 
 
+def _start_method() -> list[Row]:
+    """A forked copy of this process would inherit its CUDA and its threads' locks, and fail or hang."""
+    fast = getattr(sys.modules.get("ddp_lab.processes"), "_preloaded", False)
+    way = "forkserver, from a process that has imported PyTorch" if fast else "spawn: each rank is a new Python"
+    return [Row("start method", f"{way}; launch() never forks this process")]
+
+
 def _cores() -> list[Row]:
     usable = _usable_cores()
     found, cure = f"usable: {usable:.3g} of {os.cpu_count()}", "use 2 or more; with less it works, but ranks take turns"
@@ -197,7 +204,7 @@ def _probe() -> None:
         print("found", json.dumps(found), flush=True)  # marked, as NCCL prints too
 
     gpus = torch.cuda.device_count()
-    say(threads=torch.get_num_threads(), gpus=gpus, cuda=torch.version.cuda)
+    say(threads=torch.get_num_threads(), gpus=gpus, cuda=torch.version.cuda, openmp=_openmp_runtimes())
     for backend, device in (("gloo", "cpu"), ("nccl", "cuda"))[: 2 if gpus else 1]:
         try:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # takes no port
@@ -211,14 +218,24 @@ def _probe() -> None:
     say(names=[torch.cuda.get_device_name(index) for index in range(gpus)])
 
 
+def _openmp_runtimes() -> list[str]:
+    """Return the files of the OpenMP runtimes that this process has loaded; [] where the system does not tell."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    paths = {line.split(maxsplit=5)[-1] for line in lines}
+    return sorted(path for path in paths if re.match(r"lib(gomp|iomp|omp)\d*\b", Path(path).name))
+
+
 def pytorch(probe: subprocess.Popen) -> list[Row]:
-    """Turn what the probe found into rows: threads, GPUs and backends."""
+    """Turn what the probe found into rows: threads, OpenMP, GPUs and backends."""
     found, complaint = _end_probe(probe)
     reinstall = f"cure the other rows first; if this one stays, run: {install('torch')}"
     if "threads" not in found:
         return [Row("PyTorch", f"does not start: {complaint}", "problem", reinstall)]
     threads = f"{_rank_threads()} for a rank of launch(), {found['threads']} for a process started otherwise"
-    rows = [Row("threads", threads), _gpus(found)]
+    rows = [Row("threads", threads), *_openmp(found.get("openmp")), _gpus(found)]
     gloo_instead = "use backend='gloo', and find the reason with NCCL_DEBUG=INFO"
     for backend, cure in (("gloo", reinstall), ("nccl", gloo_instead)):
         if backend == "nccl" and not found["gpus"]:
@@ -228,6 +245,15 @@ def pytorch(probe: subprocess.Popen) -> list[Row]:
             text = f"fails: {error}" if error else "works, tried with one process"
             rows.append(Row.judged(backend, text, cure, problem=bool(error)))
     return rows
+
+
+def _openmp(runtimes: list[str] | None) -> list[Row]:
+    """Two OpenMP runtimes in one process may crash it or slow it down; they come from packages of mixed sources."""
+    if not runtimes:
+        return []
+    cure = "make a new environment, with all packages from pip or all from conda, never some from each"
+    names = ", ".join(runtimes if len(runtimes) > 1 else [Path(runtimes[0]).name])
+    return [Row.judged("OpenMP", f"PyTorch loads {names}", cure, warning=len(runtimes) > 1)]
 
 
 def _gpus(found: dict) -> Row:
@@ -242,7 +268,7 @@ def _gpus(found: dict) -> Row:
     return Row.judged("GPUs", text, cure, warning=driver)
 
 
-CHECKS = (_variables, _cores, _memory, _host_name, _interfaces, _shared_memory)
+CHECKS = (_variables, _start_method, _cores, _memory, _host_name, _interfaces, _shared_memory)
 
 if __name__ == "__main__" and sys.argv[1:] == ["--probe"]:
     _probe()

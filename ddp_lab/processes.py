@@ -270,6 +270,7 @@ def _clean_start(environment: dict[str, str]) -> Iterator[None]:
     script needs no `if __name__ == "__main__"`.
     """
     before, main_module = dict(os.environ), sys.modules["__main__"]
+    method = multiprocessing.get_start_method(allow_none=True)
     # Or a process could start that no one remembers, or be interrupted in the middle of its imports.
     with _interrupts_deferred(), _interrupts_blocked():
         os.environ.update(environment)
@@ -280,6 +281,8 @@ def _clean_start(environment: dict[str, str]) -> Iterator[None]:
             sys.modules["__main__"] = main_module
             os.environ.clear()
             os.environ.update(before)
+            if method is None:  # starting a process fixes it, and the learner could set none any more
+                multiprocessing.set_start_method(None, force=True)
 
 
 @contextlib.contextmanager
