@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import linecache
+import os
 import pickle
 import re
 import sys
@@ -209,6 +210,7 @@ def watch_groups(trace: Trace) -> None:
     PyTorch has no public way to learn of them: `init_process_group` and `new_group` both pass through this function.
     """
     make = dist.distributed_c10d._new_process_group_helper
+    _warn_now()
 
     @functools.wraps(make)
     def made(group_size: int, group_rank: Any, global_ranks: Any, *args: Any, **kwargs: Any):
@@ -218,6 +220,18 @@ def watch_groups(trace: Trace) -> None:
         return group, store
 
     dist.distributed_c10d._new_process_group_helper = made
+
+
+def _warn_now() -> None:
+    """Let `is_success`, which alone tells of a failed send or recv, say that it is deprecated where nobody reads it."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        dist.Work().is_success()  # in C++, which warns once in a process
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _caller(frame: Any) -> tuple[str, str, str, int, str]:
