@@ -6,6 +6,7 @@ The exit status is 1 if any figure falls short.
 
 import argparse
 import gc
+import multiprocessing
 import os
 import random
 import re
@@ -68,6 +69,7 @@ def soak(launches: int, seed: int) -> int:
     todo = [faults[number // 2 % len(faults)] if number % 2 else None for number in range(launches)]
     choose.shuffle(todo)
     ddp_lab.fast_start()
+    multiprocessing.RawArray("c", 2 * MIB)  # Python keeps this memory, enough for 30 ranks at once, and gives it again
     for _ in range(3):
         succeeds(3)  # what Python starts once and keeps, it starts here
     before, memory, wrong = left(), ME.memory_info().rss, []
