@@ -19,6 +19,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import test_faults
+from conftest import descendants, listening
 
 import ddp_lab
 
@@ -30,10 +31,9 @@ MAY_GROW_MIB = 50  # over 300 launches; a leak of one log or one trace per launc
 def left() -> dict[str, int]:
     """Return how much of each kind there is now: of this process, and of temporary files."""
     gc.collect()
-    listening = [c for c in ME.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
     return {
-        "processes": len(ME.children(recursive=True)),
-        "listening sockets": len(listening),
+        "processes": len(descendants(ME)),
+        "listening sockets": len(listening(ME)),
         "file descriptors": ME.num_fds(),
         "temporary files": len(os.listdir(tempfile.gettempdir())),
     }
