@@ -6,7 +6,7 @@ import os
 def hello(rank: int, world_size: int) -> str:
     """Print which rank this is, and return the same text."""
     text = f"hello from rank {rank} of {world_size}"
-    print(text, flush=True)
+    print(f"{text}\n", end="", flush=True)  # one write: under torchrun the ranks share a pipe, and lines would join
     return text
 
 
