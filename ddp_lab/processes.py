@@ -7,11 +7,14 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import pickle
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -22,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ddp_lab import transport, worker
+from ddp_lab import leftovers, transport, worker
 from ddp_lab.events import Event
 from ddp_lab.tracing import KEPT, SLOT_BYTES, SLOTS, Collective, left
 
@@ -43,9 +46,14 @@ def fast_start() -> None:
     """
     global _preloaded
     if not _preloaded:
-        # Never the learner's modules or the lab's own: the server would keep serving yesterday's code.
-        multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "torch.multiprocessing", "torch._dynamo"])
-        with _starting, _clean_start({"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}):
+        # Never the learner's modules or the lab's other ones: the server would keep serving yesterday's code.
+        torchs = ["torch", "torch.distributed", "torch.multiprocessing", "torch._dynamo"]
+        multiprocessing.set_forkserver_preload(["ddp_lab.leftovers", *torchs])
+        environment = {
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            leftovers.FOLDER: multiprocessing.util.get_temp_dir(),  # where its socket will be
+        }
+        with _starting, _clean_start(environment), _blocked(signal.SIGTERM):  # until `leftovers` is imported
             multiprocessing.forkserver.ensure_running()
         _preloaded = True
 
@@ -188,12 +196,12 @@ class Rank:
 def running(world_size: int, call: bytes, timeout: float | None) -> Iterator[list[Rank]]:
     """Start all ranks; on leaving, whatever happened, end every process and close every pipe and port."""
     ranks: list[Rank] = []
-    with _rendezvous(timeout) as port:
+    with _rendezvous(timeout) as port, _folder() as folder:
         try:
             with _starting, _clean_start(_environment(0, world_size, port)):
                 for number in range(world_size):
                     ranks.append(Rank(number))
-            job = {"call": call, "world_size": world_size, "timeout": timeout, "port": port}
+            job = {"call": call, "world_size": world_size, "timeout": timeout, "port": port, "folder": folder}
             job["sources"] = transport.cell_sources()
             for rank in ranks:
                 job["environment"] = {**os.environ, **_environment(rank.number, world_size, port)}
@@ -240,6 +248,11 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
+def _folder() -> tempfile.TemporaryDirectory:
+    """Where the ranks' DataLoader workers keep their sockets, which a rank that is ended can't remove itself."""
+    return tempfile.TemporaryDirectory(prefix="ddp_lab-", ignore_cleanup_errors=True)
+
+
 @contextlib.contextmanager
 def _rendezvous(timeout: float | None) -> Iterator[int]:
     """Host the store where ranks find each other, on a port that is ours already; yield the port.
@@ -271,8 +284,9 @@ def _clean_start(environment: dict[str, str]) -> Iterator[None]:
     """
     before, main_module = dict(os.environ), sys.modules["__main__"]
     method = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.resource_tracker.ensure_running()  # first, as it lets interrupts through again
     # Or a process could start that no one remembers, or be interrupted in the middle of its imports.
-    with _interrupts_deferred(), _interrupts_blocked():
+    with _interrupts_deferred(), _blocked(signal.SIGINT):  # Jupyter and terminals send it to the whole group
         os.environ.update(environment)
         sys.modules["__main__"] = types.ModuleType("__main__")
         try:
@@ -302,9 +316,9 @@ def _interrupts_deferred() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Start processes that no interrupt reaches: Jupyter and terminals send it to the whole group."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _blocked(number: int) -> Iterator[None]:
+    """Start processes that a signal doesn't reach."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield
     finally:

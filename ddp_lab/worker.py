@@ -12,6 +12,7 @@ import multiprocessing.connection
 import os
 import pickle
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -49,7 +50,7 @@ def main(_spawn_index: int, rank: int, connection, output, memory) -> None:
     try:
         _capture_output(output)
         job = pickle.loads(connection.recv_bytes())
-        threading.Thread(target=_listen, args=(connection, reporter), daemon=True).start()
+        threading.Thread(target=_listen, args=(connection, reporter, job["folder"]), daemon=True).start()
         _prepare(job)
         tracing.watch_groups(trace)
         os.register_at_fork(after_in_child=connection.close)  # or a DataLoader worker would hold the pipe open
@@ -172,7 +173,7 @@ def _own_frames(frames: traceback.StackSummary) -> list[tuple[str, int, str, str
     return [(f.filename, f.lineno or 0, f.name, f.line or "") for f, _ in shown]
 
 
-def _listen(connection, reporter: Reporter) -> None:
+def _listen(connection, reporter: Reporter, folder: str) -> None:
     """Answer "where are you?", and end this rank when the notebook's process has ended.
 
     A thread of its own, because the main thread may be blocked in a collective, where no signal handler runs.
@@ -185,6 +186,7 @@ def _listen(connection, reporter: Reporter) -> None:
             reporter.message("where", _where())
     except (EOFError, OSError):
         pass  # the notebook closed its end
+    shutil.rmtree(folder, ignore_errors=True)  # the notebook may have been killed, which else does it
     os.killpg(0, signal.SIGKILL)  # this rank and what it started, such as DataLoader workers
 
 
@@ -218,6 +220,8 @@ def _prepare(job: dict[str, Any]) -> None:
     os.environ.update(job["environment"])
     # A spawned process would spawn its own DataLoader workers, slowly, and without the classes of a cell.
     multiprocessing.set_start_method(None, force=True)
+    # Where this process and its children keep sockets; multiprocessing has no public way to set it.
+    multiprocessing.current_process()._config["tempdir"] = job["folder"]
     transport.add_sources(job["sources"])
     threads = os.environ["OMP_NUM_THREADS"].split(",")[0]  # OpenMP knows lists, for nested loops
     torch.set_num_threads(max(1, int(threads)) if threads.isdecimal() else 1)

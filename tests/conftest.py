@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
@@ -11,6 +12,23 @@ import pytest
 
 import ddp_lab
 from ddp_lab import machine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_folder():
+    """A folder for the temporary files of all tests; in the end it is empty again, although kernels were killed."""
+    others = ("pytest-of-", "torchinductor_")  # pytest keeps its last ones, and PyTorch its cache
+    with (
+        tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
+        patience = time.monotonic() + 10  # what was just ended may still be tidying
+        while left := [name for name in os.listdir(folder) if not name.startswith(others)]:
+            assert time.monotonic() < patience, left
+            time.sleep(0.1)
 
 
 @pytest.fixture(scope="session")

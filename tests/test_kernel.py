@@ -4,6 +4,7 @@ import contextlib
 import os
 import queue
 import signal
+import tempfile
 import time
 
 import psutil
@@ -103,6 +104,10 @@ def all_gone(processes, seconds=3):
     return not any(runs(process.pid) for process in processes)
 
 
+def temporary_files():
+    return {name for name in os.listdir(tempfile.gettempdir()) if not name.startswith("torchinductor_")}
+
+
 def test_a_cells_function_class_and_globals_reach_the_ranks(kernel):
     printed, shown, error = kernel.run("ddp_lab.launch(fn, on_event=None).results")
     assert (printed, shown, error) == ("", "[6, 6]", [])
@@ -154,15 +159,17 @@ def test_stop_while_starting_is_as_quiet(own_kernel, fast, delay):
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_a_killed_kernel_takes_its_ranks_with_it(own_kernel, fast):
-    kernel = own_kernel
+    kernel, before = own_kernel, temporary_files()
     kernel.run("ddp_lab.fast_start()" if fast else "")
     kernel.start("ddp_lab.launch(fn, True)")
     ranks = ranks_of(kernel.pid, 2)
     everything = psutil.Process(kernel.pid).children(recursive=True)
     time.sleep(1.0)
+    assert temporary_files() > before  # or what follows would prove nothing
     os.kill(kernel.pid, signal.SIGKILL)
     assert all_gone(ranks)
     assert all_gone(everything)
+    assert temporary_files() == before
 
 
 def test_a_restarted_kernel_takes_its_ranks_with_it(own_kernel):

@@ -13,7 +13,7 @@ import ddp_lab
 FOLDER = Path(ddp_lab.__file__).parent
 LAYERS = {
     0: {"charts", "cures", "data", "devices", "events", "hello", "models", "phases", "progress", "stacks", "transport"},
-    1: {"calls", "tracing", "train"},
+    1: {"calls", "leftovers", "tracing", "train"},
     2: {"figures", "mismatch", "terminal", "worker"},
     3: {"dashboard", "processes", "reports", "spacetime"},
     4: {"diagnosis", "machine"},
