@@ -85,13 +85,17 @@ def soak(launches: int, seed: int) -> int:
     grown = (ME.memory_info().rss - memory) / MIB
     print(f"{launches} launches, {injected} faults of {kinds} kinds injected, {launches - len(wrong)} outcomes right")
     print("left behind:", ", ".join(f"{count} {name}" for name, count in extra.items()), f"· memory {grown:+.0f} MiB")
-    print(*wrong, sep="\n")
+    for line in wrong:
+        print(line)
     return len(wrong) + sum(count > 0 for count in extra.values()) + (grown > MAY_GROW_MIB)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--launches", type=int, default=300)
+    parser.add_argument("launches", type=int, nargs="?", default=300)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    sys.exit(soak(options.launches, options.seed) > 0)
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:  # or other programs' files would be counted too
+        tempfile.tempdir = os.environ["TMPDIR"] = folder
+        short = soak(options.launches, options.seed)
+    sys.exit(short > 0)

@@ -25,7 +25,8 @@ KNOWN = {
     r"DataLoader worker .* (exited unexpectedly|is killed by signal)": "use num_workers=0, which shows why; if memory "
     "ran out, " + LESS_MEMORY,
     r"DefaultCPUAllocator|out of memory|MemoryError|Cannot allocate memory": LESS_MEMORY,
-    r"No space left on device": "free some space, or write to another disk",
+    r"No space left on device|PytorchStreamWriter failed|inline_container.*unexpected pos": "free some "
+    "space, or write to another disk",
     r"Read-only file system|Permission denied": "write to a folder of your own",
     r"Too many open files": "close what you open, for instance with `with open(…)`, or raise the limit: ulimit -n 4096",
     r"Cannot re-initialize CUDA in forked": "use DataLoader workers for the CPU's work only",
@@ -34,6 +35,7 @@ KNOWN = {
     "has the ranks meet on this machine",
     r"get_ipython": "a rank is a process of its own, without the notebook: keep magics and ! outside the function",
     r"No module named": "install it in the environment of this notebook, or define what it holds in a cell",
+    r"EOF when reading a line": "a rank has no keyboard: ask in the notebook, and pass the answer to launch",
     r"KeyboardInterrupt": "let the function return instead of interrupting the process",
 }
 

@@ -1,6 +1,7 @@
 """Shared by the tests: launches that show nothing and start fast, and a look at what they leave behind."""
 
 import contextlib
+import multiprocessing.util
 import os
 import re
 import tempfile
@@ -17,6 +18,7 @@ from ddp_lab import machine
 @pytest.fixture(scope="session", autouse=True)
 def temporary_folder():
     """A folder for the temporary files of all tests; in the end it is empty again, although kernels were killed."""
+    multiprocessing.util.get_temp_dir()  # this process's own: Python removes it a little later
     others = ("pytest-of-", "torchinductor_")  # pytest keeps its last ones, and PyTorch its cache
     with (
         tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True) as folder,

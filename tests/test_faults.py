@@ -6,6 +6,7 @@ comes soon, no process is left, and the next launch is fine (`_fast_and_clean` s
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 import threading
@@ -150,6 +151,38 @@ def unused_parameters(rank, world_size):
     wrapped = DistributedDataParallel(Half())
     for _ in range(2):
         step(wrapped)
+
+
+# ---- resources ------------------------------------------------------------------------------------------------------
+
+
+@row("error", 1, "Too many open files", "ulimit -n")
+def descriptors_used_up(rank, world_size):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    dist.init_process_group("gloo")
+    opened = []
+    while rank == 1:
+        opened.append(os.open(os.devnull, os.O_RDONLY))
+    adds(rank, world_size)
+
+
+@row("error", 0, "Rank 0 failed at .*, in disk_full with RuntimeError", "free some space")
+def disk_full(rank, world_size):
+    dist.init_process_group("gloo")
+    if rank == 0:
+        torch.save(torch.zeros(100_000), "/dev/full")
+    adds(rank, world_size)
+
+
+@row("error", 1, "can't allocate memory", "fewer ranks")
+def memory_used_up(rank, world_size):
+    dist.init_process_group("gloo")
+    adds(rank, world_size, shape=1 << 50 if rank == 1 else 1)
+
+
+@row("error", None, "EOFError", "pass the answer")
+def asks_at_the_keyboard(rank, world_size):
+    input("Which learning rate? ")
 
 
 # ---- ways to leave ------------------------------------------------------------------------------------------------
