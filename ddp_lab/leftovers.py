@@ -13,11 +13,12 @@ FOLDER = "DDP_LAB_FOLDER"
 
 
 def _outlive_the_notebook(folder: str) -> None:
-    """Remove the folder at the end, which is when the notebook's pipe closes and not when SIGTERM comes.
+    """Remove the folder at the end, which is when the notebook's pipe closes and not when a signal comes.
 
-    Jupyter sends that to all children of a kernel while the kernel itself still runs.
+    Jupyter sends SIGTERM to all children of a kernel that still runs, and SIGKILL to its process group.
     """
     server = os.getpid()
+    os.setpgid(0, 0)
     atexit.register(lambda: os.getpid() == server and shutil.rmtree(folder, ignore_errors=True))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

@@ -17,9 +17,9 @@ from ddp_lab import machine
 
 @pytest.fixture(scope="session", autouse=True)
 def temporary_folder():
-    """A folder for the temporary files of all tests; in the end it is empty again, although kernels were killed."""
+    """A folder for the temporary files of all tests; in the end none is the lab's, although kernels were killed."""
     multiprocessing.util.get_temp_dir()  # this process's own: Python removes it a little later
-    others = ("pytest-of-", "torchinductor_")  # pytest keeps its last ones, and PyTorch its cache
+    the_labs = ("ddp_lab-", "pymp-", "pytorch-errorfile-")
     with (
         tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True) as folder,
         pytest.MonkeyPatch.context() as patch,
@@ -28,7 +28,7 @@ def temporary_folder():
         patch.setattr(tempfile, "tempdir", folder)
         yield
         patience = time.monotonic() + 10  # what was just ended may still be tidying
-        while left := [name for name in os.listdir(folder) if not name.startswith(others)]:
+        while left := [name for name in os.listdir(folder) if name.startswith(the_labs)]:
             assert time.monotonic() < patience, left
             time.sleep(0.1)
 

@@ -200,7 +200,7 @@ def read_only(folder: Path):
 
 
 def test_a_read_only_folder_serves_the_sample(monkeypatch):
-    with tempfile.TemporaryDirectory() as name:  # not tmp_path: only its owner may enter that
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # the tests' own folders are closed to other users
         folder = Path(name)
         monkeypatch.setenv("DDP_LAB_DATA", name)
         shutil.copytree(SAMPLE, folder / "sample")

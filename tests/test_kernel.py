@@ -1,16 +1,23 @@
 """The lab in real notebook kernels: cells, Stop, and kernels that are killed."""
 
 import contextlib
+import json
 import os
 import queue
 import signal
+import subprocess
+import sys
 import tempfile
 import time
+import urllib.request
 
 import psutil
 import pytest
+import torch
 from conftest import runs
+from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import KernelManager
+from jupyter_server.serverapp import list_running_servers
 
 CELL_FUNCTION = """import torch, torch.distributed as dist, ddp_lab
 class Box:
@@ -87,13 +94,26 @@ def own_kernel():
 
 def ranks_of(pid, count, seconds=20):
     """Wait until `count` rank processes run under a kernel, and are past their imports; return them."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        found = [p for p in psutil.Process(pid).children(recursive=True) if os.getpgid(p.pid) == p.pid]
-        if len(found) == count:
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"{count} ranks did not start in {seconds} s")
+    return until(lambda: len(found := ranks_under(pid)) == count and found, seconds)
+
+
+def ranks_under(pid):
+    """The processes under a kernel that lead a group of their own, save the kernel of a server and fast_start's."""
+    everything = psutil.Process(pid).children(recursive=True)
+    return [p for p in everything if os.getpgid(p.pid) == p.pid and not is_server(p) and not is_kernel(p)]
+
+
+def is_server(process):
+    """Whether it is fast_start's; the ranks that it forks have the same command line."""
+    with contextlib.suppress(psutil.Error):
+        return "forkserver" in "".join(process.cmdline()) and "forkserver" not in "".join(process.parent().cmdline())
+    return False
+
+
+def is_kernel(process):
+    with contextlib.suppress(psutil.Error):
+        return "ipykernel_launcher" in process.cmdline()
+    return False
 
 
 def all_gone(processes, seconds=3):
@@ -102,6 +122,14 @@ def all_gone(processes, seconds=3):
     while any(runs(process.pid) for process in processes) and time.monotonic() < deadline:
         time.sleep(0.02)
     return not any(runs(process.pid) for process in processes)
+
+
+def until(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not in {seconds} s"
+        time.sleep(0.02)
+    return found
 
 
 def temporary_files():
@@ -142,6 +170,40 @@ def test_stop_leaves_no_process_and_a_kernel_that_works(kernel):
     assert kernel.run("ddp_lab.launch(fn, on_event=None).results")[1] == "[6, 6]"
 
 
+CHECKPOINT = """import torch, ddp_lab
+from ddp_lab.train import save_checkpoint
+def writes(rank, world_size, path):
+    while True:
+        save_checkpoint(torch.nn.Linear(1000, 1000), path)
+"""
+
+
+def test_stop_while_a_checkpoint_is_written_leaves_a_whole_one(kernel, tmp_path):
+    path = tmp_path / "weights.pt"
+    kernel.run(CHECKPOINT)
+    for pause in (0.0, 0.003, 0.007):
+        path.unlink(missing_ok=True)
+        request = kernel.start(f"ddp_lab.launch(writes, {str(path)!r}, world_size=1, on_event=None)")
+        until(path.exists)
+        time.sleep(pause)
+        kernel.manager.interrupt_kernel()
+        assert kernel.finish(request)[2][0] == "Interrupted: stopped by you; the rank has ended"
+        assert torch.load(path)["weight"].shape == (1000, 1000)
+
+
+def test_stop_pressed_again_and_again_is_one_stop(kernel):
+    request = kernel.start("ddp_lab.launch(fn, True)")
+    ranks = ranks_of(kernel.pid, 2)
+    time.sleep(1.0)
+    for _ in range(5):
+        kernel.manager.interrupt_kernel()
+        time.sleep(0.02)
+    error = kernel.finish(request)[2]
+    assert error[0] == "Interrupted: stopped by you; all 2 ranks have ended"
+    assert all_gone(ranks)
+    assert kernel.run("ddp_lab.launch(fn, on_event=None).results")[1] == "[6, 6]"
+
+
 @pytest.mark.parametrize("delay", [0.2, 1.5])
 @pytest.mark.parametrize("fast", [False, True])
 def test_stop_while_starting_is_as_quiet(own_kernel, fast, delay):
@@ -153,7 +215,7 @@ def test_stop_while_starting_is_as_quiet(own_kernel, fast, delay):
     in_launch = error[0].startswith("Interrupted: stopped by you; all 2 ranks have ended")
     assert in_launch or "fast_start" in "".join(error)
     assert printed == "" and len(error) < 60
-    assert not [p for p in psutil.Process(kernel.pid).children() if os.getpgid(p.pid) == p.pid]
+    assert not ranks_under(kernel.pid)
     assert kernel.run("ddp_lab.launch(fn, on_event=None).results")[1] == "[6, 6]"
 
 
@@ -178,6 +240,38 @@ def test_a_restarted_kernel_takes_its_ranks_with_it(own_kernel):
     ranks = ranks_of(kernel.pid, 2)
     kernel.manager.restart_kernel(now=True)
     assert all_gone(ranks)
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """A notebook server: (process, address)."""
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
+    options = ["--ServerApp.port=0", "--ServerApp.port_retries=0", "--IdentityProvider.token=", "--no-browser"]
+    command = [sys.executable, "-m", "jupyter_server", "--allow-root", "--ServerApp.disable_check_xsrf=True", *options]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
+    running = until(lambda: list(list_running_servers(tmp_path)))
+    yield process, running[0]["url"]
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGHUP"])  # stopped with Ctrl-C and yes, or its terminal was closed
+def test_a_server_that_ends_takes_kernels_and_ranks_with_it(server, tmp_path, how):
+    process, address = server
+    with urllib.request.urlopen(f"{address}api/kernels", data=b"{}") as answer:
+        name = json.load(answer)["id"]
+    client = BlockingKernelClient(connection_file=str(tmp_path / f"kernel-{name}.json"))
+    client.load_connection_file()
+    client.start_channels()
+    client.wait_for_ready(timeout=60)
+    client.execute(CELL_FUNCTION)
+    client.execute("ddp_lab.launch(fn, True)")
+    ranks_of(process.pid, 2)
+    everything = psutil.Process(process.pid).children(recursive=True)
+    client.stop_channels()
+    process.send_signal(getattr(signal, how))
+    assert process.wait(timeout=30) is not None
+    assert all_gone(everything, seconds=5)
 
 
 def test_two_kernels_at_once_do_not_disturb_each_other(kernel):

@@ -1,5 +1,7 @@
 """launch and Run, with real ranks."""
 
+import asyncio
+import ctypes
 import io
 import os
 import signal
@@ -373,6 +375,40 @@ def test_the_tutorials_own_address_works_and_opens_no_port_of_that_number():
     assert launch(as_in_the_tutorial, **QUIET).results == [2, 2]
 
 
+def at_an_address(address, rank, world_size):
+    """Join where the address says, and leave without destroying the group, as many scripts do."""
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    return ones.item()
+
+
+def at_a_host_without_address(rank, world_size):
+    os.environ["MASTER_ADDR"] = "no-such-host.invalid"
+    del os.environ["MASTER_PORT"]
+    return at_an_address("tcp://no-such-host.invalid:1", rank, world_size)
+
+
+def at_a_file(rank, world_size, path):
+    return at_an_address(f"file://{path}", rank, world_size)
+
+
+def test_a_host_that_does_not_resolve_and_a_file_of_an_earlier_run_do_no_harm(tmp_path):
+    (tmp_path / "rendezvous").write_bytes(b"\0left over\xff")
+    run = launch(at_a_host_without_address, **QUIET)
+    assert (run.results, run.output(0)) == ([2, 2], "")
+    assert launch(at_a_file, tmp_path / "rendezvous", **QUIET).results == [2, 2]
+
+
+def test_a_proxy_that_is_not_there_does_no_harm(monkeypatch):
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+        monkeypatch.setenv(name.upper(), "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert launch(total, 1, **QUIET).results[0].item() == 3
+
+
 def again_and_again(rank, world_size):
     sums = []
     for number in range(4):
@@ -394,32 +430,39 @@ def test_a_group_can_be_made_destroyed_and_made_again(world_size):
 
 
 def prints(rank, world_size, how):
-    if how == "c":
-        os.write(1, b"from C\n")
-        os.write(2, b"from C too\n")
+    if how == "descriptors":
+        os.write(1, b"to 1\n")
+        os.write(2, b"to 2\n")
+    elif how == "c":  # as from C++, whose cout is C's stdout
+        ctypes.CDLL(None).printf(b"no newline")
     elif how == "bytes":
         os.write(1, b"\xff\xfe ok\n")
     elif how == "bar":
         for step in range(50):
             print(f"\r{step} %", end="", flush=True)
         print()
-    elif how == "much":
-        for _ in range(200):
-            os.write(1, b"x" * (1 << 20))
-        print("\nlast words")
+    elif how == "one line of 100 MB":
+        print("x" * 100_000_000)
+        print("last words")
+    elif how == "lines of 100 MB":
+        for _ in range(1000):
+            sys.stdout.write(("x" * 99 + "\n") * 1000)
+        print("last words")
 
 
 @pytest.mark.parametrize(
     ("how", "text"),
-    [("c", "from C\nfrom C too\n"), ("bytes", "\\xff\\xfe ok\n"), ("bar", "49 %\n")],
+    [("descriptors", "to 1\nto 2\n"), ("c", "no newline"), ("bytes", "\\xff\\xfe ok\n"), ("bar", "49 %\n")],
 )
 def test_output_of_every_kind_is_kept(how, text):
     assert launch(prints, how, world_size=1, **QUIET).output(0) == text
 
 
-def test_very_much_output_keeps_its_beginning_and_its_end():
-    run = launch(prints, "much", world_size=1, **QUIET)
+@pytest.mark.parametrize("how", ["one line of 100 MB", "lines of 100 MB"])
+def test_very_much_output_keeps_its_beginning_and_its_end(how):
+    run = launch(prints, how, world_size=1, **QUIET)
     assert len(run.output(0)) < 2**20
+    assert run.output(0).startswith("xxxxx")
     assert "bytes left out" in run.output(0) and run.output(0).endswith("last words\n")
 
 
@@ -455,6 +498,46 @@ def test_an_object_of_the_notebooks_class_comes_back_as_one_and_leaves_the_class
     boxes = launch(returns_box, box_class, **QUIET).results
     assert [type(box) is box_class for box in boxes] == [True, True]
     assert (box_class.size, box_class.grown) == (1, grown)
+
+
+def prints_when_it_has_returned(rank, world_size, path):
+    def goes_on():
+        time.sleep(0.3)
+        path.write_text("whole")  # such as a checkpoint
+        print("last words")
+
+    threading.Thread(target=goes_on).start()
+    return "returned"
+
+
+def test_a_rank_ends_when_its_threads_have_ended_too(tmp_path):
+    run = launch(prints_when_it_has_returned, tmp_path / "written", world_size=1, **QUIET)
+    assert (run.results, run.output(0)) == (["returned"], "last words\n")
+    assert (tmp_path / "written").read_text() == "whole"
+
+
+def goes_on_for_ever(rank, world_size, daemon):
+    threading.Thread(target=time.sleep, args=(1000,), daemon=daemon).start()
+
+
+def test_a_thread_that_never_ends_is_told_when_stop_is_pressed():
+    assert launch(goes_on_for_ever, True, **QUIET).outcome == "finished"
+    with pytest.raises(KeyboardInterrupt) as raised:
+        launch(goes_on_for_ever, False, on_event=InterruptWhen(2, 0.5))
+    assert "waits for its thread" in raised.value.details[0]
+
+
+GIB = 2**30
+
+
+def returns_bytes(rank, world_size, size):
+    return torch.zeros(size, dtype=torch.uint8)
+
+
+def test_a_result_of_a_gigabyte_is_refused_in_one_sentence():
+    with pytest.raises(RankError, match="at most 1 GiB can come back") as raised:
+        launch(returns_bytes, GIB + 1, world_size=1, **QUIET)
+    assert (raised.value.kind, raised.value.rank) == ("result", 0)
 
 
 class Fragile(Exception):
@@ -578,6 +661,28 @@ def test_two_launches_at_once_from_threads_do_not_disturb_each_other():
     for thread in threads:
         thread.join()
     assert {offset: [r.item() for r in results] for offset, results in found.items()} == {10: [21, 21], 20: [41, 41]}
+
+
+def launches(rank, world_size):
+    return launch(total, rank, **QUIET).results
+
+
+def test_a_rank_may_launch_ranks_of_its_own():
+    assert [[r.item() for r in results] for results in launch(launches, **QUIET).results] == [[1, 1], [3, 3]]
+
+
+def test_launch_works_inside_asyncio_and_beside_it():
+    async def main():
+        one = launch(total, 1, **QUIET)  # as in a cell: Jupyter runs it inside its own loop
+        others = await asyncio.gather(*(asyncio.to_thread(launch, total, n, **QUIET) for n in (2, 3)))
+        return [run.results[0].item() for run in (one, *others)]
+
+    assert asyncio.run(main()) == [3, 5, 7]
+
+
+def test_more_ranks_than_cores_take_turns():
+    world_size = os.cpu_count() + 3
+    assert launch(total, world_size=world_size, **QUIET).results[0].item() == sum(range(world_size))
 
 
 def listens(rank, world_size):

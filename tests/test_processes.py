@@ -1,6 +1,7 @@
 """Starting and ending processes, without a notebook."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -32,6 +33,22 @@ ddp_lab.launch(fn, sys.argv[1], on_event=None)
 """
 
 
+def ranks_in(folder):
+    """Wait until SLEEPING_SCRIPT's two ranks have left their pids."""
+    deadline = time.monotonic() + 30
+    while len(pids := [int(file.name) for file in folder.iterdir()]) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return pids
+
+
+def all_gone(pids):
+    deadline = time.monotonic() + 3
+    while any(map(runs, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(runs, pids))
+
+
 @pytest.mark.parametrize("how", ["file without a __main__ guard", "-c", "standard input"])
 def test_launch_works_from_every_kind_of_program(how, tmp_path):
     path = tmp_path / "script.py"
@@ -49,16 +66,50 @@ def test_fast_start_goes_through_the_same_path(tmp_path):
 
 def test_a_script_that_is_ended_takes_its_ranks_with_it(tmp_path):
     program = subprocess.Popen([sys.executable, "-c", SLEEPING_SCRIPT, str(tmp_path)])
-    deadline = time.monotonic() + 30
-    while len(pids := [int(file.name) for file in tmp_path.iterdir()]) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    pids = ranks_in(tmp_path)
     program.terminate()
     program.wait()
-    deadline = time.monotonic() + 3
-    while any(map(runs, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not any(map(runs, pids))
+    assert all_gone(pids)
+
+
+def test_a_terminal_that_is_closed_ends_the_program_and_its_ranks(tmp_path):
+    master, terminal = os.openpty()
+    script = "import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n" + SLEEPING_SCRIPT
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    program = subprocess.Popen(command, start_new_session=True, **streams)
+    os.close(terminal)
+    pids = ranks_in(tmp_path)
+    os.close(master)
+    assert program.wait(timeout=10) == -signal.SIGHUP
+    assert all_gone(pids)
+
+
+def in_a_network(lines):
+    """Run SCRIPT's two ranks in a network of their own, after the lines."""
+    script = lines + SCRIPT.replace("world_size=1", "world_size=2").replace("return rank + 10", ADDS)
+    command = ["unshare", "--map-root-user", "--net", sys.executable, "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+ADDS = """
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    tensor = torch.tensor([float(rank)])
+    dist.all_reduce(tensor)
+    return tensor.item()"""
+LOOPBACK_ON = """
+import fcntl, socket, struct
+fcntl.ioctl(socket.socket(socket.AF_INET, socket.SOCK_DGRAM), 0x8914, struct.pack("16sh14x", b"lo", 0x41))
+"""
+
+
+@pytest.mark.skipif(not shutil.which("unshare"), reason="needs unshare, which is Linux's")
+def test_no_network_at_all_does_no_harm():
+    done = in_a_network(LOOPBACK_ON)
+    if "unshare failed" in done.stderr:
+        pytest.skip("this system lets no program make a network")
+    assert (done.stdout, done.stderr) == ("[1.0, 1.0]\n", "")
 
 
 def test_the_store_listens_on_loopback_and_its_port_is_free_afterwards():
