@@ -18,6 +18,12 @@ LONGEST_SECONDS = 7 * 24 * 3600.0  # beyond it the backends' own arithmetic over
 OWN_OPTIONS = ("world_size", "timeout", "on_event")
 
 
+def shown_in_one_line(error: Exception) -> Exception:
+    """Let IPython show an error of the learner's call without the lab's own traceback."""
+    error._render_traceback_ = lambda: [f"{type(error).__name__}: {error}"]
+    return error
+
+
 def check(
     fn: Any, args: tuple, kwargs: dict[str, Any], world_size: Any, timeout: Any, on_event: Any
 ) -> tuple[int, float | None]:

@@ -84,12 +84,6 @@ class Interrupted(KeyboardInterrupt):
         return [f"{type(self).__name__}: {self}", *self.details]
 
 
-def shown_in_one_line(error: Exception) -> Exception:
-    """Let IPython show an error of the learner's call without the lab's own traceback."""
-    error._render_traceback_ = lambda: [f"{type(error).__name__}: {error}"]
-    return error
-
-
 def diagnose(reports: list[RankReport], timeout: float | None, cells: dict[str, str] | None = None) -> Verdict | None:
     """Return the verdict on a run, or None when every rank said "done".
 

@@ -93,7 +93,12 @@ def launch(
         world_size, timeout = calls.check(fn, args, kwargs, world_size, timeout, on_event)
         call = transport.pack_job(fn, args, kwargs)
     except (TypeError, ValueError) as refusal:
-        raise diagnosis.shown_in_one_line(refusal) from refusal.__cause__
+        raise calls.shown_in_one_line(refusal) from refusal.__cause__
+    with processes.interrupted_once():
+        return _run(call, world_size, timeout, on_event)
+
+
+def _run(call: bytes, world_size: int, timeout: float | None, on_event: Any) -> Run:
     run = Run(world_size)
     started = time.monotonic()
     ranks: list[Rank] = []
@@ -241,7 +246,8 @@ def _collect(run: Run, ranks: list[Rank], timeout: float | None) -> diagnosis.Ve
 def _interrupted(run: Run, ranks: list[Rank]) -> diagnosis.Interrupted:
     _collect(run, ranks, None)
     run.outcome = "interrupted"
-    error = diagnosis.Interrupted(f"stopped by you; all {run.world_size} ranks have ended")
+    ended = f"all {run.world_size} ranks have" if run.world_size > 1 else "the rank has"
+    error = diagnosis.Interrupted(f"stopped by you; {ended} ended")
     error.run = run
     error.details = reports.details([_report(rank) for rank in ranks], transport.cell_names())
     return error

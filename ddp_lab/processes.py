@@ -4,6 +4,7 @@ Nothing here knows what a verdict is: it starts processes, takes in what they se
 """
 
 import contextlib
+import math
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -25,13 +26,14 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ddp_lab import leftovers, transport, worker
+from ddp_lab import calls, leftovers, transport, worker
 from ddp_lab.events import Event
 from ddp_lab.tracing import KEPT, SLOT_BYTES, SLOTS, Collective, left
 
 LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 KEPT_OUTPUT_BYTES = 1 << 18  # of what a rank prints first, and as much of what it prints last
 TERM_SECONDS = 1.0
+ONE_STOP_SECONDS = 5.0  # longer than it takes to end a run
 
 _preloaded = False
 _starting = threading.Lock()
@@ -259,16 +261,17 @@ def _rendezvous(timeout: float | None) -> Iterator[int]:
 
     TCPStore alone would listen on every interface, and choosing a port before binding it is a race.
     """
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
     wait = worker.NEVER if timeout is None else timedelta(seconds=timeout)
-    store = dist.TCPStore(
-        "127.0.0.1", port, None, True, wait, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=5).close()
-    except OSError as error:
-        raise OSError(f"127.0.0.1 can't be reached ({error}): switch the loopback interface on") from error
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+        try:
+            socket.create_connection((host, port), timeout=5).close()  # TCPStore would try for a minute
+        except OSError as error:
+            refusal = OSError(f"{host} can't be reached ({error}): switch the loopback interface on")
+            raise calls.shown_in_one_line(refusal) from error
+        with worker.without_warnings():
+            descriptor = listener.detach()
+            store = dist.TCPStore(host, port, None, True, wait, wait_for_workers=False, master_listen_fd=descriptor)
     try:
         yield port
     finally:
@@ -312,7 +315,29 @@ def _interrupts_deferred() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
         if late:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
+def interrupted_once() -> Iterator[None]:
+    """Ignore Stop pressed again, which would cut short what the first one started; not for ever, if nothing ends."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    first = -math.inf
+
+    def handler(number: int, frame: Any) -> None:
+        nonlocal first
+        if time.monotonic() - first > ONE_STOP_SECONDS:
+            first = time.monotonic()
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

@@ -161,7 +161,8 @@ def _detail(report: RankReport, names: dict[str, str]) -> list[str]:
     if report.where == []:
         return [f"Rank {report.rank}: ended by the lab, before it reached your function"]
     frames = stacks.lines(report.where, names) if report.where else []
-    return [f"Rank {report.rank}: ended by the lab{', when it was here' if frames else ''}", *frames]
+    who = "a thread of its own" if frames and report.where[0][2] == "_bootstrap" else "it"
+    return [f"Rank {report.rank}: ended by the lab{f', when {who} was here' if frames else ''}", *frames]
 
 
 def _last_call(report: RankReport, names: dict[str, str]) -> list[str]:

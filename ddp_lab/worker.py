@@ -20,6 +20,7 @@ import time
 import traceback
 import urllib.parse
 from collections import deque
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -59,8 +60,10 @@ def main(_spawn_index: int, rank: int, connection, output, memory) -> None:
         reporter.event("running", {})
         fn, args, kwargs = transport.unpack_job(rank, job["call"])
         _reached.set()
-        result = fn(rank, job["world_size"], *args, **kwargs)
-        reporter.close("done", transport.pack_result(rank, result))
+        result = transport.pack_result(rank, fn(rank, job["world_size"], *args, **kwargs))
+        _returned.set()
+        threading._shutdown()  # a thread may still write a checkpoint: wait for it, as the end of any process does
+        reporter.close("done", result)
     except BaseException as error:  # sys.exit and KeyboardInterrupt too: only "done" is success
         with contextlib.suppress(OSError):
             reporter.close("error", describe(error))
@@ -190,15 +193,16 @@ def _listen(connection, reporter: Reporter, folder: str) -> None:
     os.killpg(0, signal.SIGKILL)  # this rank and what it started, such as DataLoader workers
 
 
-_reached = threading.Event()  # the learner's function
+_reached, _returned = threading.Event(), threading.Event()  # the learner's function
 
 
 def _where() -> list[tuple[str, int, str, str]]:
-    """The stack of the learner's function; nothing while the lab's own preparations run."""
+    """The stack of the learner's function, or of its thread that goes on; nothing while the lab's preparations run."""
     if not _reached.is_set():
         return []
-    frame = sys._current_frames().get(threading.main_thread().ident)
-    return _own_frames(traceback.extract_stack(frame))
+    others = [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+    thread = others[0] if _returned.is_set() and others else threading.main_thread()
+    return _own_frames(traceback.extract_stack(sys._current_frames().get(thread.ident)))
 
 
 def _capture_output(output) -> None:
@@ -249,12 +253,34 @@ def _meet_at(port: int) -> None:
         rank = int(query.get("rank", os.environ["RANK"]))
         world_size = int(query.get("world_size", os.environ["WORLD_SIZE"]))
         keys = f"/{address.scheme}/{address.netloc}{address.path}/call_{next(calls)}"
-        store = dist.PrefixStore(keys, dist.TCPStore("127.0.0.1", port, None, False, timeout))
+        with without_warnings():
+            store = dist.TCPStore("127.0.0.1", port, None, False, timeout)
+        store = dist.PrefixStore(keys, store)
         _check_place(store, rank, world_size)
         yield store, rank, world_size
 
     handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     handlers.update(env=handler, tcp=handler, file=handler)
+
+
+_hushed = threading.Lock()
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Drop what TCPStore prints: a false alarm where the name of 127.0.0.1 can't be looked up, as without network.
+
+    What is really wrong is raised as an error, too.
+    """
+    with _hushed:
+        kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
 
 
 def _check_place(store: dist.Store, rank: int, world_size: int) -> None:

@@ -112,6 +112,17 @@ def test_no_network_at_all_does_no_harm():
     assert (done.stdout, done.stderr) == ("[1.0, 1.0]\n", "")
 
 
+@pytest.mark.skipif(not shutil.which("unshare"), reason="needs unshare, which is Linux's")
+def test_a_loopback_interface_that_is_off_is_told_at_once():
+    started = time.monotonic()
+    done = in_a_network("")
+    if "unshare failed" in done.stderr:
+        pytest.skip("this system lets no program make a network")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("OSError: 127.0.0.1 can't be reached") and last.endswith("switch the loopback interface on")
+    assert time.monotonic() - started < 30
+
+
 def test_the_store_listens_on_loopback_and_its_port_is_free_afterwards():
     with processes._rendezvous(timeout=5) as port, socket.create_connection(("127.0.0.1", port), timeout=5):
         pass
