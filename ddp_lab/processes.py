@@ -28,7 +28,7 @@ import torch.multiprocessing as mp
 
 from ddp_lab import calls, leftovers, transport, worker
 from ddp_lab.events import Event
-from ddp_lab.tracing import KEPT, SLOT_BYTES, SLOTS, Collective, left
+from ddp_lab.tracing import KEPT, SLOT_BYTES, SLOTS, Collective, left, without_warnings
 
 LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 KEPT_OUTPUT_BYTES = 1 << 18  # of what a rank prints first, and as much of what it prints last
@@ -269,7 +269,7 @@ def _rendezvous(timeout: float | None) -> Iterator[int]:
         except OSError as error:
             refusal = OSError(f"{host} can't be reached ({error}): switch the loopback interface on")
             raise calls.shown_in_one_line(refusal) from error
-        with worker.without_warnings():
+        with without_warnings():
             descriptor = listener.detach()
             store = dist.TCPStore(host, port, None, True, wait, wait_for_workers=False, master_listen_fd=descriptor)
     try:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -210,7 +211,8 @@ def watch_groups(trace: Trace) -> None:
     PyTorch has no public way to learn of them: `init_process_group` and `new_group` both pass through this function.
     """
     make = dist.distributed_c10d._new_process_group_helper
-    _warn_now()
+    with without_warnings():
+        dist.Work().is_success()  # says once in a process that it is deprecated; nothing else tells of a failed send
 
     @functools.wraps(make)
     def made(group_size: int, group_rank: Any, global_ranks: Any, *args: Any, **kwargs: Any):
@@ -222,16 +224,24 @@ def watch_groups(trace: Trace) -> None:
     dist.distributed_c10d._new_process_group_helper = made
 
 
-def _warn_now() -> None:
-    """Let `is_success`, which alone tells of a failed send or recv, say that it is deprecated where nobody reads it."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        dist.Work().is_success()  # in C++, which warns once in a process
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+_hushed = threading.Lock()
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Drop what PyTorch's C++ prints for nothing; what is really wrong is raised as an error, too.
+
+    TCPStore warns where the name of 127.0.0.1 can't be looked up, as without network.
+    """
+    with _hushed:
+        kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
         os.close(nowhere)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
 
 
 def _caller(frame: Any) -> tuple[str, str, str, int, str]:

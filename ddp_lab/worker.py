@@ -20,7 +20,6 @@ import time
 import traceback
 import urllib.parse
 from collections import deque
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -253,7 +252,7 @@ def _meet_at(port: int) -> None:
         rank = int(query.get("rank", os.environ["RANK"]))
         world_size = int(query.get("world_size", os.environ["WORLD_SIZE"]))
         keys = f"/{address.scheme}/{address.netloc}{address.path}/call_{next(calls)}"
-        with without_warnings():
+        with tracing.without_warnings():
             store = dist.TCPStore("127.0.0.1", port, None, False, timeout)
         store = dist.PrefixStore(keys, store)
         _check_place(store, rank, world_size)
@@ -261,26 +260,6 @@ def _meet_at(port: int) -> None:
 
     handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     handlers.update(env=handler, tcp=handler, file=handler)
-
-
-_hushed = threading.Lock()
-
-
-@contextlib.contextmanager
-def without_warnings() -> Iterator[None]:
-    """Drop what TCPStore prints: a false alarm where the name of 127.0.0.1 can't be looked up, as without network.
-
-    What is really wrong is raised as an error, too.
-    """
-    with _hushed:
-        kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2)
-        os.close(nowhere)
-        try:
-            yield
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
 
 
 def _check_place(store: dist.Store, rank: int, world_size: int) -> None:

@@ -242,6 +242,11 @@ def test_a_restarted_kernel_takes_its_ranks_with_it(own_kernel):
     assert all_gone(ranks)
 
 
+def answers(address):
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}api"):
+        return True
+
+
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     """A notebook server: (process, address)."""
@@ -249,7 +254,8 @@ def server(tmp_path, monkeypatch):
     options = ["--ServerApp.port=0", "--ServerApp.port_retries=0", "--IdentityProvider.token=", "--no-browser"]
     command = [sys.executable, "-m", "jupyter_server", "--allow-root", "--ServerApp.disable_check_xsrf=True", *options]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
-    running = until(lambda: list(list_running_servers(tmp_path)))
+    running = until(lambda: list(list_running_servers(tmp_path)))  # which it says before it listens
+    until(lambda: answers(running[0]["url"]))
     yield process, running[0]["url"]
     process.kill()
     process.wait()
