@@ -7,6 +7,7 @@ The exit status is 1 if any figure falls short.
 import argparse
 import gc
 import multiprocessing
+import multiprocessing.util
 import os
 import random
 import re
@@ -95,7 +96,8 @@ if __name__ == "__main__":
     parser.add_argument("launches", type=int, nargs="?", default=300)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder:  # or other programs' files would be counted too
-        tempfile.tempdir = os.environ["TMPDIR"] = folder
-        short = soak(options.launches, options.seed)
-    sys.exit(short > 0)
+    folder = tempfile.TemporaryDirectory(prefix="soak-")  # or other programs' files would be counted too
+    tempfile.tempdir = os.environ["TMPDIR"] = folder.name
+    # After multiprocessing has removed its own folder in it, which has -100.
+    multiprocessing.util.Finalize(None, folder.cleanup, exitpriority=-200)
+    sys.exit(soak(options.launches, options.seed) > 0)
