@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing.util
 import os
 import re
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -13,6 +14,9 @@ import pytest
 
 import ddp_lab
 from ddp_lab import machine
+
+# A shell that starts the tests in the background lets them ignore it, and no test could press Stop.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
