@@ -100,13 +100,17 @@ def compare(model: str, ways: dict[str, Callable[[str, Path], float]], rounds: i
     first, *others = speeds
     print(f"{model}, {rounds} rounds: {statistics.median(speeds[first]):,.0f} samples/s with the {first}")
     for other in others:
-        ratios = sorted(live / bare for live, bare in zip(speeds[first], speeds[other], strict=True))
-        quarter = rounds // 4
-        print(
-            f"    ratio to {other}: {statistics.median(ratios):.3f} "
-            f"(half of the rounds between {ratios[quarter]:.3f} and {ratios[-1 - quarter]:.3f})",
-            flush=True,
-        )
+        show(f"ratio to {other}", [live / bare for live, bare in zip(speeds[first], speeds[other], strict=True)])
+
+
+def show(name: str, ratios: list[float]) -> None:
+    """Print the median of the rounds' ratios, and how far they spread."""
+    ratios, quarter = sorted(ratios), len(ratios) // 4
+    print(
+        f"    {name}: {statistics.median(ratios):.3f} "
+        f"(half of the rounds between {ratios[quarter]:.3f} and {ratios[-1 - quarter]:.3f})",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from overhead import show
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -71,15 +72,9 @@ def main(rounds: int) -> None:
     for model, steps in STEPS.items():
         by_rank = ddp_lab.launch(seconds_of_blocks, model, rounds, world_size=WORLD_SIZE, on_event=None).results
         slower = [[max(block) for block in zip(*ways, strict=True)] for ways in zip(*by_rank, strict=True)]
-        ratios = sorted(recorded / bare for bare, recorded in slower)
         bare, recorded = (1000 * statistics.median(times) / steps for times in zip(*slower, strict=True))
         print(f"{model}, {rounds} rounds of {steps} steps: {bare:.2f} ms a step {WAYS[0]}, {recorded:.2f} ms {WAYS[1]}")
-        quarter = rounds // 4
-        print(
-            f"    ratio: {statistics.median(ratios):.3f} "
-            f"(half of the rounds between {ratios[quarter]:.3f} and {ratios[-1 - quarter]:.3f})",
-            flush=True,
-        )
+        show("ratio", [recorded / bare for bare, recorded in slower])
 
 
 if __name__ == "__main__":

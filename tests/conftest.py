@@ -88,6 +88,14 @@ def error_files() -> set[Path]:
     return set(Path(tempfile.gettempdir()).glob("pytorch-errorfile-*"))
 
 
+def pids_gone(pids, seconds=3):
+    """Whether all processes end in time; one that only waits for its parent to take note has ended."""
+    deadline = time.monotonic() + seconds
+    while any(map(runs, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(runs, pids))
+
+
 def runs(pid: int) -> bool:
     """Whether a process still runs; one that only waits for its parent to take note has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):

@@ -14,7 +14,7 @@ import urllib.request
 import psutil
 import pytest
 import torch
-from conftest import runs
+from conftest import pids_gone
 from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 from jupyter_server.serverapp import list_running_servers
@@ -117,11 +117,7 @@ def is_kernel(process):
 
 
 def all_gone(processes, seconds=3):
-    """Whether all processes end in time; one that only waits for its parent to take note has ended."""
-    deadline = time.monotonic() + seconds
-    while any(runs(process.pid) for process in processes) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(runs(process.pid) for process in processes)
+    return pids_gone([process.pid for process in processes], seconds)
 
 
 def until(condition, seconds=30):

@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from conftest import runs
+from conftest import pids_gone
 
 from ddp_lab import processes
 
@@ -42,13 +42,6 @@ def ranks_in(folder):
     return pids
 
 
-def all_gone(pids):
-    deadline = time.monotonic() + 3
-    while any(map(runs, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(map(runs, pids))
-
-
 @pytest.mark.parametrize("how", ["file without a __main__ guard", "-c", "standard input"])
 def test_launch_works_from_every_kind_of_program(how, tmp_path):
     path = tmp_path / "script.py"
@@ -69,7 +62,7 @@ def test_a_script_that_is_ended_takes_its_ranks_with_it(tmp_path):
     pids = ranks_in(tmp_path)
     program.terminate()
     program.wait()
-    assert all_gone(pids)
+    assert pids_gone(pids)
 
 
 def test_a_terminal_that_is_closed_ends_the_program_and_its_ranks(tmp_path):
@@ -82,7 +75,7 @@ def test_a_terminal_that_is_closed_ends_the_program_and_its_ranks(tmp_path):
     pids = ranks_in(tmp_path)
     os.close(master)
     assert program.wait(timeout=10) == -signal.SIGHUP
-    assert all_gone(pids)
+    assert pids_gone(pids)
 
 
 def in_a_network(lines):
